@@ -17,7 +17,7 @@ from torch import nn
 
 from echelon.learn.optimizer.compiled_update import CompiledUpdate
 from echelon.learn.optimizer.slot import Slot
-from echelon.learn.optimizer.stepper import Group, Optimizer, choose_rule, compile_rule
+from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule, compile_rule
 from echelon.recipe import OptimConfig
 from measuring import describe_machine, measure_copy, spread, synchronize
 
@@ -48,7 +48,7 @@ def build(name: str, master_weights: str, num_layers: int, compiles: bool) -> Op
         parameter = nn.Parameter(torch.randn(shape, device=device).to(dtype))
         parameter.grad = torch.randn(shape, device=device).to(dtype)
         slots.append(Slot(str(len(slots)), parameter, rule, name == "adamw_8bit", master_weights == "bf16_kahan"))
-    return Optimizer([Group(rule, 0.1, 1.0, slots)], 0, CompiledUpdate("inductor") if compiles else None)
+    return Optimizer([ParameterGroup(rule, 0.1, 1.0, slots)], 0, CompiledUpdate("inductor") if compiles else None)
 
 
 def count_bytes(optimizer: Optimizer) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from echelon.planner.rates import GPU_RATES, Rates
 from echelon.planner.time import TimeEstimate, estimate_time
 from echelon.run.report.blocks import Series
-from echelon.run.report.picture import Axis, Chart, draw_picture
+from echelon.run.report.picture import Chart, ChartAxis, draw_picture
 from published import SOURCES, Case, Excluded, read_rows
 from published_fits import report_fits
 from published_memory import DEEPSPEED, score_memory
@@ -155,7 +155,7 @@ def draw_time(scored: Scored) -> str:
         series.append(Series(source, points, is_marked=True))
     ends = [x for each in series for x, _ in each.points]
     series.append(Series("as measured", [(value, value) for value in (min(ends), max(ends))], is_faint=True))
-    measured, predicted = (Axis(f"{word} seconds of a step", is_log=True) for word in ("measured", "predicted"))
+    measured, predicted = (ChartAxis(f"{word} seconds of a step", is_log=True) for word in ("measured", "predicted"))
     return draw_picture([Chart(f"{len(ends)} published runs", measured, predicted, series, joined=False)])
 
 

@@ -44,7 +44,7 @@ def prepare(recipe, fresh, find_cluster, variables, patience_seconds, announce):
     return PreparedRun(folder, plan)
 
 
-def train(recipe, plan, folder, runtime, stop, heart, callbacks=()):
+def train(recipe, plan, folder, runtime, stop, heartbeat, callbacks=()):
     total = torch.ones(1)
     dist.all_reduce(total)
     logging.getLogger("echelon").info(f"rank {runtime.rank}: {int(total)} ranks trained {recipe.run.name}")

@@ -17,7 +17,7 @@ from echelon.ground.stored import write_json, write_text
 from echelon.learn.checkpoint.given_models import RECORD
 from echelon.run.folder.cost import Spending, write_spending
 from echelon.run.folder.remote import write_run_name
-from echelon.run.journal.trackers.forwarder import Ledger
+from echelon.run.journal.trackers.forwarder import ForwarderState
 from echelon.run.supervise.outcome import report, write_outcome
 from tests.fuzz.damage import ODD_FILES, damage_bytes, damage_gzip, damage_json, foreign_files, put_odd_file
 from tests.fuzz.judge import Refusals
@@ -83,7 +83,7 @@ class RunFolderFiles:
         folder = self.folder = stored.run
         write_spending(folder, Spending(seconds=10.0, until=1.0))
         write_run_name(folder, "20260101-000000-abcdef")
-        Ledger(folder.tracker_path("mlflow"), steps={"train": 4}).write()
+        ForwarderState(folder.tracker_path("mlflow"), steps={"train": 4}).write()
         write_outcome(folder.outcomes_dir, report(0, 0, ""))
         folder.write_pid(0)
         write_text(folder.stop_path, "")

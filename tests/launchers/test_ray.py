@@ -117,9 +117,9 @@ def test_three_machines_train_to_the_end_and_equal_one_process(desk, tmp_path):
     desk.write({"nodes": 3, "setup": ["echo setup on $ON_THIS_MACHINE"]}, train=train)
     code, out = desk("launch", "recipe.json", "--follow")
     assert code == 0, out
-    meeting = re.search(r"trains on 3 machine\(s\): (.*); they meet at (\S+):", out)
-    assert set(meeting[1].split(", ")) == {"node-2", "node-3", "node-4"}
-    assert meeting[2] in {"10.87.0.2", "10.87.0.3", "10.87.0.4"}  # not the head's
+    rendezvous = re.search(r"trains on 3 machine\(s\): (.*); they meet at (\S+):", out)
+    assert set(rendezvous[1].split(", ")) == {"node-2", "node-3", "node-4"}
+    assert rendezvous[2] in {"10.87.0.2", "10.87.0.3", "10.87.0.4"}  # not the head's
     for name in ("node-2", "node-3", "node-4"):  # what `ray start` was given reaches the agents
         assert f"{name} | setup on {name}" in out
     assert "plan: ddp on 3 processes" in out

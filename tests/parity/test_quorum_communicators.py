@@ -15,7 +15,7 @@ from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.transport import end_waits
 from echelon.run.lifecycle import view_group
 from echelon.run.lifecycle.view_group import Inside, LossWatch, ViewMembership, form_inside
-from echelon.run.supervise.board import Board, View
+from echelon.run.supervise.board import MembershipStore, View
 from tests import fake_nccl
 from tests.parity.test_quorum_groups import NAMES, RETURNED, SECONDS, Kept, die, leave
 from tests.workers import WARM
@@ -30,7 +30,7 @@ def run_replica(member, port, moment, results):
     fake_nccl.plant()
     view_group.CONNECT_SECONDS = SECONDS
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
-    board, number, is_victim = Board(store), -1, member == NAMES[-1]
+    board, number, is_victim = MembershipStore(store), -1, member == NAMES[-1]
     form_inside(store, member, 0, 1)
     if is_victim and moment == "as it connects":
         fake_nccl.FakeNccl.__init__ = die

@@ -17,7 +17,7 @@ from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
 from echelon.run.lifecycle import view_group as module
 from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside
-from echelon.run.supervise.board import Board, View, await_true
+from echelon.run.supervise.board import MembershipStore, View, await_true
 from tests.workers import WARM
 
 NAMES = ("0.0.0", "1.0.0", "2.0.0")
@@ -34,7 +34,7 @@ def run_replica(member, port, moment, results):
     """Train through two views as a replica does, of which the last of the first one is killed at a moment."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
-    board, number = Board(store), -1
+    board, number = MembershipStore(store), -1
     form_inside(store, member, 0, 1)
     if member == NAMES[-1] and moment == "its address is published":
         publish = module.ViewStore.set
@@ -78,7 +78,7 @@ class Kept:
 
     def __init__(self, target, names, *arguments):
         self._keeper = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
-        self.board, self._results = Board(self._keeper), WARM.Queue()
+        self.board, self._results = MembershipStore(self._keeper), WARM.Queue()
         self._replicas = {
             name: WARM.Process(target=target, args=(name, self._keeper.port, *arguments, self._results), daemon=True)
             for name in names
@@ -121,7 +121,7 @@ def join(member, port):
     """The keeper's store, the membership of the first view, and its group."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS))
-    board = Board(store)
+    board = MembershipStore(store)
     view = board.await_view(-1, member)
     form_inside(store, member, 0, 1)
     membership = ViewMembership(board, store, view, member, len(view.members), Inside())

@@ -12,7 +12,7 @@ from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
-from echelon.run.training.replicas import Difference, compare_replicas
+from echelon.run.training.replicas import ReplicaDifference, compare_replicas
 from echelon.run.training.training_step import TrainingStep
 from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
 
@@ -133,7 +133,7 @@ def test_along_every_axis_that_does_not_divide_a_weight(workers, plan, flipping,
     for found in workers.run(compare_with_flip, 4, plan, flipping, name):
         [difference] = found
         odd = (flipping,) if len(copies) > 2 else copies
-        assert difference == Difference(odd, copies, name.removeprefix("model."), 1)
+        assert difference == ReplicaDifference(odd, copies, name.removeprefix("model."), 1)
 
 
 def test_what_may_differ_is_not_compared(workers):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from echelon.learn.distributed.traffic import Route, count_traffic
+from echelon.learn.distributed.traffic import CollectiveKind, count_traffic
 
 pytestmark = pytest.mark.dist
 
@@ -70,5 +70,5 @@ def test_every_collective_counts_what_a_ring_sends(workers):
             "send": SIZE if rank == 0 else 0,
             "barrier": 0,
         }
-        assert routes[Route("everyone", "all_reduce")] == 4 * SIZE
-        assert routes[Route("everyone", "all_gather")] == 1.5 * SIZE
+        assert routes[CollectiveKind("everyone", "all_reduce")] == 4 * SIZE
+        assert routes[CollectiveKind("everyone", "all_gather")] == 1.5 * SIZE

@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.sharding import local_places
 from echelon.learn.optimizer.rounding import random_bits
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.learn.optimizer.slot import Slot
-from echelon.learn.optimizer.stepper import Group, Optimizer, choose_rule
+from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule
 from echelon.recipe import OptimConfig
 
 pytestmark = pytest.mark.dist
@@ -33,7 +33,7 @@ def run_steps(place, name, master_weights):
         parameter = torch.nn.Parameter(place(random(shape, index).to(dtype)))
         rule = choose_rule(config, is_layer_matrix=len(shape) == 2)
         slot = Slot(label, parameter, rule, name == "adamw_8bit", master_weights == "bf16_kahan")
-        optimizer = Optimizer([Group(rule, 0.1, 1.0, [slot])], seed=1)
+        optimizer = Optimizer([ParameterGroup(rule, 0.1, 1.0, [slot])], seed=1)
         for step in range(3):
             parameter.grad = place(random(shape, 10 * index + step + 5).to(dtype))
             optimizer.step(step, 1e-2, torch.tensor(step != 1))
@@ -90,7 +90,7 @@ def parts_of_bits(rank, world_size, placement):
     whole, part = (
         random_bits(local_places(each), each.device, "w", seed=1, step=2) for each in (torch.zeros(7, 10), tensor)
     )
-    return torch.equal(part, Layout(tensor).keep_part(whole))
+    return torch.equal(part, ParameterPlacement(tensor).keep_part(whole))
 
 
 @pytest.mark.parametrize("placement", ["rows", "columns"])

@@ -12,7 +12,7 @@ from echelon.learn.model.sharding import whole
 from echelon.learn.optimizer import muon, whole_matrices
 from echelon.learn.optimizer.muon import Muon
 from echelon.learn.optimizer.slot import Slot
-from echelon.learn.optimizer.stepper import Group, Optimizer
+from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup
 from echelon.learn.optimizer.whole_matrices import assign_owners, plan_rounds
 
 pytestmark = pytest.mark.dist
@@ -32,7 +32,7 @@ def run_steps(place, copies=None):
     rule = Muon(momentum=0.5)
     parameters = [torch.nn.Parameter(place(draw(shape, index))) for index, shape in enumerate(SHAPES)]
     slots = [Slot(str(index), each, rule, False, False, copies) for index, each in enumerate(parameters)]
-    optimizer = Optimizer([Group(rule, 0.1, 1.0, slots)], seed=1)
+    optimizer = Optimizer([ParameterGroup(rule, 0.1, 1.0, slots)], seed=1)
     exact, computed = [], []
 
     def count(matrix):

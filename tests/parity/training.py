@@ -308,17 +308,17 @@ def mutations(name: str, world_size: int) -> list[Any]:
         ]
     if name == "local matrices":
         from echelon.learn.optimizer import whole_matrices
-        from echelon.learn.optimizer.sharded_parameter import Layout
+        from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 
         return [
             mock.patch.object(whole_matrices, "is_divided", lambda layout: False),
-            mock.patch.object(Layout, "gather", lambda self, part: part),
-            mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
+            mock.patch.object(ParameterPlacement, "gather", lambda self, part: part),
+            mock.patch.object(ParameterPlacement, "keep_part", lambda self, whole: whole),
         ]
     if name == "local statistics":
-        from echelon.learn.optimizer.sharded_parameter import Layout
+        from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 
-        return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
+        return [mock.patch.object(ParameterPlacement, "add_up", lambda self, partial, dim=None: partial)]
     if name == "tied gradient not summed":
         return [mock.patch.object(Pipeline, "_sum_shared", lambda self: None)]
     if name == "tied gradient counted twice":

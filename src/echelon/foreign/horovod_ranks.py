@@ -99,8 +99,8 @@ def _build_settings(config: HorovodConfig) -> dict[str, str]:
 
 def _place_ranks() -> dict[str, str]:
     """The variables of this rank that `horovodrun` would set, with a store on rank 0. Collective."""
-    place, meeting = find_place(), find_rendezvous()
-    machine = platform.node() if meeting is None or meeting.own_address is None else meeting.own_address
+    place, rendezvous = find_place(), find_rendezvous()
+    machine = platform.node() if rendezvous is None or rendezvous.own_address is None else rendezvous.own_address
     seats = gather_objects(_Seat(machine, place.local_rank, place.local_world_size), _whole_group())
     mine = seats[place.rank]
     across = [rank for rank, seat in enumerate(seats) if seat.local_rank == mine.local_rank]
@@ -115,22 +115,22 @@ def _place_ranks() -> dict[str, str]:
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
-    if meeting is not None:
-        endpoint = _open_store(seats, meeting) if place.rank == 0 else ("", 0)
+    if rendezvous is not None:
+        endpoint = _open_store(seats, rendezvous) if place.rank == 0 else ("", 0)
         host, port = gather_objects(endpoint, _whole_group())[0]
-        interface = find_socket_interface(meeting)
+        interface = find_socket_interface(rendezvous)
         variables |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
         variables |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
     return {name: str(value) for name, value in variables.items()}
 
 
-def _open_store(seats: list[_Seat], meeting: Rendezvous) -> tuple[str, int]:
+def _open_store(seats: list[_Seat], rendezvous: Rendezvous) -> tuple[str, int]:
     """Run Horovod's store on rank 0, at the address that the other ranks reach, until this process ends."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    address = meeting.own_address or meeting.address
-    if is_loopback(address) and not meeting.is_local:
+    address = rendezvous.own_address or rendezvous.address
+    if is_loopback(address) and not rendezvous.is_local:
         raise LaunchError(
             f"MASTER_ADDR={address} on rank 0 is not an address that other machines reach, and engine=horovod has to "
             "listen there; set MASTER_ADDR to the address of rank 0's machine on every rank."

@@ -35,12 +35,12 @@ class _Left:
         """Any arguments."""
 
 
-class _Stage(int):
+class _ZeroStage(int):
     """In place of DeepSpeed's enumeration of stages."""
 
 
 _ADMITTED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_Left, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Left, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Left, "deepspeed.utils.tensor_fragment.fragment_address"),

@@ -21,7 +21,7 @@ _REQUEST_SECONDS = 10.0
 _MAX_BYTES = 256
 
 
-def find_meeting(env: Mapping[str, str]) -> dict[str, str]:
+def read_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     """The rendezvous and network variables for one rank of a horovodrun job.
 
     Raises ConfigError if the store's address is not set, and LaunchError if rank 0's address is not there in time.

@@ -176,9 +176,9 @@ def find_rendezvous() -> Rendezvous | None:
     if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
         return None
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
-        set_default_variables(openmpi.find_meeting(os.environ))
+        set_default_variables(openmpi.read_rendezvous(os.environ))
     elif "RANK" not in os.environ and "HOROVOD_RANK" in os.environ:
-        set_default_variables(horovodrun.find_meeting(os.environ))
+        set_default_variables(horovodrun.read_rendezvous(os.environ))
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(key):
             raise LaunchError(
@@ -194,12 +194,12 @@ def find_rendezvous() -> Rendezvous | None:
     )
 
 
-def find_socket_interface(meeting: Rendezvous) -> str | None:
+def find_socket_interface(rendezvous: Rendezvous) -> str | None:
     """The network interface on which this process meets the other ranks: that of gloo, if one is set."""
     given = os.environ.get("GLOO_SOCKET_IFNAME")
-    if given or meeting.is_local:
+    if given or rendezvous.is_local:
         return given or find_interface("127.0.0.1")
-    return find_interface(find_own_address(HostGroup(1, 2, meeting.address, int(meeting.port))))
+    return find_interface(find_own_address(HostGroup(1, 2, rendezvous.address, int(rendezvous.port))))
 
 
 def has_horovod_store() -> bool:
@@ -364,9 +364,9 @@ def replica_environment(
 
     `member`: the name of the process; `address` and `port`: those of its keeper's store.
     """
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
+    rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
     local = {"LOCAL_RANK": str(rank % num_local), "LOCAL_WORLD_SIZE": str(num_local)}
-    return {**rank_environment(rank, world_size), **local, **meeting}
+    return {**rank_environment(rank, world_size), **local, **rendezvous}
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:

@@ -18,7 +18,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 _CONNECT_SECONDS = 3.0
 
 
-def find_meeting(env: Mapping[str, str]) -> dict[str, str]:
+def read_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     """The rendezvous and network variables for one rank of an mpirun job.
 
     Raises ConfigError if rank 0's machine is unknown, and LaunchError if it cannot be reached.

@@ -30,7 +30,7 @@ from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.data.prepared import PreparedData, open_prepared
 from echelon.learn.data.taught import (
-    Piece,
+    TaughtPart,
     TaughtRecord,
     count_targets,
     finish_record,
@@ -106,7 +106,7 @@ def _with_local_teacher(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"objective": recipe.objective.model_copy(update={"teacher": str(here)})})
 
 
-def _check_room(folder: Path, data: PreparedData, record: TaughtRecord, pieces: Sequence[Piece]) -> None:
+def _check_room(folder: Path, data: PreparedData, record: TaughtRecord, pieces: Sequence[TaughtPart]) -> None:
     """Log the size of the values, and raise EchelonError if the disk lacks room for what is left."""
     size, done = count_targets(data) * record.bytes_per_target, _count_bytes(folder, pieces)
     free = shutil.disk_usage(folder).free
@@ -122,7 +122,7 @@ def _check_room(folder: Path, data: PreparedData, record: TaughtRecord, pieces: 
         )
 
 
-def _count_bytes(folder: Path, pieces: Sequence[Piece]) -> int:
+def _count_bytes(folder: Path, pieces: Sequence[TaughtPart]) -> int:
     found = 0
     for piece in pieces:
         with suppress(FileNotFoundError):
@@ -139,12 +139,12 @@ class _Task:
     folder: Path
     record: TaughtRecord
 
-    def open_pieces(self) -> list[Piece]:
+    def open_pieces(self) -> list[TaughtPart]:
         sequence_len, mask = self.record.sequence_len, self.recipe.data.document_mask
         return list_pieces(open_prepared(self.data, sequence_len, mask, was_opened=True), self.record)
 
 
-def _work_together(task: _Task, pieces: Sequence[Piece], num_processes: int | None) -> None:
+def _work_together(task: _Task, pieces: Sequence[TaughtPart], num_processes: int | None) -> None:
     """Compute the missing pieces, in this process and in others beside it. Raises EchelonError if one of them fails."""
     count = max(1, torch.cuda.device_count()) if num_processes is None else num_processes
     count = max(1, min(count, sum(not (task.folder / piece.name).exists() for piece in pieces)))
@@ -178,7 +178,7 @@ def _help(connection: Connection, task: _Task, number: int, count: int) -> None:
         connection.send(None)
 
 
-def _compute(task: _Task, pieces: Sequence[Piece], number: int, count: int, is_first: bool = False) -> None:
+def _compute(task: _Task, pieces: Sequence[TaughtPart], number: int, count: int, is_first: bool = False) -> None:
     """Compute pieces until all are there, also those that other processes and machines take.
 
     Args:
@@ -198,7 +198,7 @@ def _compute(task: _Task, pieces: Sequence[Piece], number: int, count: int, is_f
         progress.finish()
 
 
-def _take(task: _Task, piece: Piece, reader: Callable[[], "_Reader"]) -> bool:
+def _take(task: _Task, piece: TaughtPart, reader: Callable[[], "_Reader"]) -> bool:
     """Compute a piece, unless it is there or another process computes it. Returns whether it was computed here."""
     lock = FileLock(task.folder / f"{piece.name}.lock")
     if _is_there(task, piece) or not lock.take():
@@ -212,11 +212,11 @@ def _take(task: _Task, piece: Piece, reader: Callable[[], "_Reader"]) -> bool:
         lock.release()
 
 
-def _is_there(task: _Task, piece: Piece) -> bool:
+def _is_there(task: _Task, piece: TaughtPart) -> bool:
     return (task.folder / piece.name).exists()
 
 
-def _expect(done: int, pieces: Sequence[Piece], task: _Task) -> int:
+def _expect(done: int, pieces: Sequence[TaughtPart], task: _Task) -> int:
     """Return about how many bytes all pieces have, by the tokens of their data."""
     targets = sum({id(piece.dataset): piece.dataset.num_tokens for piece in pieces}.values())
     return max(done, targets * task.record.bytes_per_target)
@@ -237,7 +237,7 @@ class _Reader:
         self._module = ObjectiveModule(load_frozen(recipe, source, dtype, self._device), traits=traits).eval()
 
     @torch.no_grad()
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: TaughtPart) -> None:
         """Compute the values of a piece, and write it."""
         counts: list[int] = []
         tokens, scores = [], []

@@ -14,7 +14,7 @@ from echelon.planner.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
-class Group:
+class CommunicationGroup:
     """The ranks of one or more axes that communicate: `size` of them, `local` on each machine that has any."""
 
     size: int
@@ -66,7 +66,7 @@ class Group:
         return self.links.inside.latency / 3 + num_bytes / self.links.inside.bandwidth  # one round of a collective
 
 
-def find_group(plan: ParallelPlan, cluster: Cluster, axes: Sequence[str]) -> Group:
+def find_group(plan: ParallelPlan, cluster: Cluster, axes: Sequence[str]) -> CommunicationGroup:
     """The ranks that differ only along these axes. Inner axes are placed on the devices of a machine first."""
     size, stride, inner = 1, 1, True
     for axis in reversed(plan.order):
@@ -76,4 +76,4 @@ def find_group(plan: ParallelPlan, cluster: Cluster, axes: Sequence[str]) -> Gro
         elif inner:
             stride *= degree
     local = min(size, max(1, cluster.devices_per_node // stride))
-    return Group(size, math.gcd(local, size) if size % local else local, cluster.known_links)
+    return CommunicationGroup(size, math.gcd(local, size) if size % local else local, cluster.known_links)

@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class InstanceChoice:
     """The result of `choose_instance`: the cheapest type and all candidates.
 
     `region`: of the job, None if the recipe does not say.
@@ -161,7 +161,7 @@ class Choice:
         yield line
 
 
-def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = None) -> Choice:
+def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = None) -> InstanceChoice:
     """The machines on which the whole run costs least at its predicted speed, `count` of each type or as few as fit it.
 
     Of machines that cost nearly the same the fewest are taken, as predictions of a network are less certain than those
@@ -173,7 +173,7 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     fitting = [candidate for candidate in candidates if candidate.fits]
     priced = [candidate for candidate in fitting if candidate.usd_per_hour is not None]
     if priced:
-        return Choice(choose_cheapest(priced), candidates, recipe.launch.sagemaker.region)
+        return InstanceChoice(choose_cheapest(priced), candidates, recipe.launch.sagemaker.region)
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
     if fitting:
         raise PlanError(

@@ -49,7 +49,7 @@ _MAX_WARMUP_FRACTION = 0.05
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScaledValue:
     """A value of the recipe and the reason for it."""
 
     key: str
@@ -67,7 +67,7 @@ class ScaledRecipe:
 
     arguments: str
     shape: ModelShape
-    choices: tuple[Choice, ...]
+    choices: tuple[ScaledValue, ...]
     notes: tuple[str, ...]
 
     def __getitem__(self, key: str) -> Any:
@@ -128,15 +128,15 @@ def _compare_with_chinchilla(params: int, tokens: int) -> Iterator[str]:
         )
 
 
-def _choose_shape(params: int, vocab_size: int | None) -> tuple[list[Choice], ModelShape]:
+def _choose_shape(params: int, vocab_size: int | None) -> tuple[list[ScaledValue], ModelShape]:
     if vocab_size is not None:
-        vocab = Choice("vocab_size", vocab_size, "as asked for")
+        vocab = ScaledValue("vocab_size", vocab_size, "as asked for")
     elif params >= 100e6:
-        vocab = Choice("vocab_size", 32000, "LLaMA")
+        vocab = ScaledValue("vocab_size", 32000, "LLaMA")
     else:
         size = 8192 if params >= 10e6 else 2048
-        vocab = Choice("vocab_size", size, "echelon's own: a larger table would take most of so small a model")
-    tied = Choice("tie_word_embeddings", params < 1e9, "tied below 1b as in GPT-3, untied above as in LLaMA")
+        vocab = ScaledValue("vocab_size", size, "echelon's own: a larger table would take most of so small a model")
+    tied = ScaledValue("tie_word_embeddings", params < 1e9, "tied below 1b as in GPT-3, untied above as in LLaMA")
     config, target = _search_shape(params, vocab.value, tied.value)
     shape = build_shape(config)
     error = shape.num_parameters / params - 1
@@ -149,14 +149,18 @@ def _choose_shape(params: int, vocab_size: int | None) -> tuple[list[Choice], Mo
     choices = [
         vocab,
         tied,
-        Choice("hidden_size", shape.hidden_size, f"gives {shape.num_parameters:,} parameters, {error:+.1%}"),
-        Choice(
+        ScaledValue("hidden_size", shape.hidden_size, f"gives {shape.num_parameters:,} parameters, {error:+.1%}"),
+        ScaledValue(
             "num_hidden_layers", shape.num_layers, f"near {target:.0f}: Pythia, GPT-3 and LLaMA, between their sizes"
         ),
-        Choice("num_attention_heads", shape.num_heads, f"of {head_dim}: 64 below a width of 2048, 128 above, as GPT-3"),
-        Choice("num_key_value_heads", shape.num_kv_heads, "each head its own below 30b, 8 above, as Llama 2"),
-        Choice("intermediate_size", shape.intermediate_size, "about 8/3 of the width, for a gated layer, as LLaMA"),
-        Choice(
+        ScaledValue(
+            "num_attention_heads", shape.num_heads, f"of {head_dim}: 64 below a width of 2048, 128 above, as GPT-3"
+        ),
+        ScaledValue("num_key_value_heads", shape.num_kv_heads, "each head its own below 30b, 8 above, as Llama 2"),
+        ScaledValue(
+            "intermediate_size", shape.intermediate_size, "about 8/3 of the width, for a gated layer, as LLaMA"
+        ),
+        ScaledValue(
             "initializer_range",
             config["initializer_range"],
             "0.02 as GPT-2, or sqrt(2 / (5 width)) where less: arXiv 1910.05895",
@@ -166,10 +170,10 @@ def _choose_shape(params: int, vocab_size: int | None) -> tuple[list[Choice], Mo
     return choices, shape
 
 
-def _sequence_len(params: int) -> Choice:
+def _sequence_len(params: int) -> ScaledValue:
     if params < 100e6:
-        return Choice("sequence_len", 1024, "GPT-2; 2048 from 100m, 4096 from 30b")
-    return Choice("sequence_len", 2048, "GPT-3, Pythia and LLaMA") if params < 30e9 else Choice(
+        return ScaledValue("sequence_len", 1024, "GPT-2; 2048 from 100m, 4096 from 30b")
+    return ScaledValue("sequence_len", 2048, "GPT-3, Pythia and LLaMA") if params < 30e9 else ScaledValue(
         "sequence_len", 4096, "Llama 2"
     )  # fmt: skip
 
@@ -216,7 +220,7 @@ def _config(params: int, width: int, layers: int, vocab_size: int, tied: bool, s
     }
 
 
-def _choose_training(shape: ModelShape, tokens: int, sequence_len: int) -> list[Choice]:
+def _choose_training(shape: ModelShape, tokens: int, sequence_len: int) -> list[ScaledValue]:
     params = shape.num_parameters
     compute = shape.flops_per_token(sequence_len) * tokens
     table, law = interpolate(_BATCHES, params), best_batch_tokens(compute)
@@ -230,31 +234,33 @@ def _choose_training(shape: ModelShape, tokens: int, sequence_len: int) -> list[
     rate = learning_rate(params)
     every = max(1, min(1000, round_down(steps / 20)))
     return [
-        Choice("tokens", tokens, f"{tokens / params:.1f} for each parameter; {compute:.2g} FLOPs"),
-        Choice(
+        ScaledValue("tokens", tokens, f"{tokens / params:.1f} for each parameter; {compute:.2g} FLOPs"),
+        ScaledValue(
             "global_batch_tokens",
             batch,
             f"{steps:,} steps; {source}: the smaller of {show_count(table)} and {show_count(law)}, as a power of two",
         ),
-        Choice(
+        ScaledValue(
             "learning_rate",
             rate,
             "GPT-3, table 2.1, between its sizes" if params >= 125e6 else "Kaplan, 0.003239 - 0.0001395 ln N",
         ),
-        Choice("warmup_steps", warmup, whose if warmup == published else f"5 % of the steps, echelon's cap ({whose})"),
-        Choice(
+        ScaledValue(
+            "warmup_steps", warmup, whose if warmup == published else f"5 % of the steps, echelon's cap ({whose})"
+        ),
+        ScaledValue(
             "activation_checkpointing",
             "full" if params >= 20e9 else "none",
             "echelon's own: full from 20b, so that activations fit beside the shards",
         ),
-        Choice("schedule", "cosine", "GPT-3"),
-        Choice("min_learning_rate_fraction", 0.1, "GPT-3"),
-        Choice("betas", [0.9, 0.95], "GPT-3"),
-        Choice("eps", 1e-8, "GPT-3"),
-        Choice("weight_decay", 0.1, "GPT-3"),
-        Choice("max_grad_norm", 1.0, "GPT-3"),
-        Choice("every_steps", every, "echelon's own: twenty times a run, at least every 1000 steps"),
-        Choice(
+        ScaledValue("schedule", "cosine", "GPT-3"),
+        ScaledValue("min_learning_rate_fraction", 0.1, "GPT-3"),
+        ScaledValue("betas", [0.9, 0.95], "GPT-3"),
+        ScaledValue("eps", 1e-8, "GPT-3"),
+        ScaledValue("weight_decay", 0.1, "GPT-3"),
+        ScaledValue("max_grad_norm", 1.0, "GPT-3"),
+        ScaledValue("every_steps", every, "echelon's own: twenty times a run, at least every 1000 steps"),
+        ScaledValue(
             "validation_fraction",
             0.001 if tokens >= 1e9 else 0.01,
             "echelon's own: a thousandth from 1b tokens, else 1 %",

@@ -15,7 +15,7 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.logs import log_to_console
 from echelon.ground.redaction import make_encodable, make_printable
 from echelon.run.report.blocks import Series
-from echelon.run.report.picture import Axis, Chart, draw_picture
+from echelon.run.report.picture import Chart, ChartAxis, draw_picture
 from tests.unit.tools.report.test_report import Page, echelon, write_lines, write_run  # noqa: F401
 from tests.unit.tools.report.test_watch import served
 
@@ -87,7 +87,9 @@ def test_a_run_does_not_break_its_pages(echelon, tmp_path):  # noqa: F811
 
 
 def test_a_picture_with_any_name_is_xml():
-    chart = Chart(NASTY, Axis(NASTY, "number"), Axis(NASTY, "number"), [Series(NASTY, [(1.0, 1.0), (2.0, 2.0)])] * 2)
+    chart = Chart(
+        NASTY, ChartAxis(NASTY, "number"), ChartAxis(NASTY, "number"), [Series(NASTY, [(1.0, 1.0), (2.0, 2.0)])] * 2
+    )
     assert ElementTree.fromstring(draw_picture([chart])).attrib["aria-label"] == CLEAN
 
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from echelon.ground.errors import PlanError
 from echelon.planner.axes.data import copied_bytes
-from echelon.planner.collectives import Group, find_group
+from echelon.planner.collectives import CommunicationGroup, find_group
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links
@@ -407,8 +407,8 @@ P4DE = {1: 6.4, 16: 26, 256: 70, 1024: 77}
 @pytest.mark.parametrize(
     ("group", "measured", "error"),
     [
-        (Group(8, 8, Links(LINKS["nvlink4"], LINKS["efa"])), P5, 0.2),
-        (Group(16, 8, Links(LINKS["nvlink3"], LINKS["efa400"])), P4DE, 0.6),
+        (CommunicationGroup(8, 8, Links(LINKS["nvlink4"], LINKS["efa"])), P5, 0.2),
+        (CommunicationGroup(16, 8, Links(LINKS["nvlink3"], LINKS["efa400"])), P4DE, 0.6),
     ],
 )
 def test_collectives_are_near_published_measurements(group, measured, error):

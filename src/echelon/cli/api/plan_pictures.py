@@ -6,7 +6,7 @@ from echelon.ground.errors import ConfigError
 from echelon.planner.more_devices import Scaling, ScalingPoint
 from echelon.planner.search import RankedPlan
 from echelon.run.report.blocks import Point, Series
-from echelon.run.report.picture import Axis, Chart, draw_picture
+from echelon.run.report.picture import Chart, ChartAxis, draw_picture
 
 _Value = Callable[[Scaling, ScalingPoint], float]
 
@@ -32,8 +32,8 @@ def draw_search(candidates: Sequence[RankedPlan]) -> str:
     labels = [(*point, names[point].machines if has_cost else names[point].name()) for point in best]
     chart = Chart(
         f"{hours} against {what if has_cost else 'memory of a device'}: {len(candidates)} plans",
-        Axis(hours, is_log=True),
-        Axis(what if has_cost else "bytes of a device", "number" if has_cost else "bytes", is_log=has_cost),
+        ChartAxis(hours, is_log=True),
+        ChartAxis(what if has_cost else "bytes of a device", "number" if has_cost else "bytes", is_log=has_cost),
         [Series("plans", points, is_marked=True), Series("the best ones", best, is_faint=True)],
         joined=False,
         labels=labels[:6],
@@ -66,7 +66,7 @@ def draw_scaling(scalings: Sequence[Scaling]) -> str:
     """Speed-up over the devices, the exposed communication, and the bytes that a rank sends in a step."""
     known = [one.known for one in scalings]
     counts = sorted({point.num_devices for points in known for point in points})
-    devices = Axis("devices", is_log=True, ticks=counts)
+    devices = ChartAxis("devices", is_log=True, ticks=counts)
 
     def lines(value: _Value) -> list[Series]:
         return [Series(f"{kind[0].kind} scaling", [(point.num_devices, value(scaling, point)) for point in kind], True)
@@ -81,11 +81,11 @@ def draw_scaling(scalings: Sequence[Scaling]) -> str:
     ]
     return draw_picture(
         [
-            Chart("Speed-up in tokens per second", devices, Axis("times the first", is_log=True),
+            Chart("Speed-up in tokens per second", devices, ChartAxis("times the first", is_log=True),
                   [*lines(lambda scaling, point: scaling.speedup(point)), ideal], labels=pays),
-            Chart("Communication beside which nothing is computed", devices, Axis("part of a step", "percent"),
+            Chart("Communication beside which nothing is computed", devices, ChartAxis("part of a step", "percent"),
                   lines(lambda _, point: point.exposed_share)),
-            Chart("Bytes that a rank sends in a step", devices, Axis("bytes", "bytes"),
+            Chart("Bytes that a rank sends in a step", devices, ChartAxis("bytes", "bytes"),
                   lines(lambda _, point: point.sent_bytes)),
         ]
     )  # fmt: skip

@@ -24,7 +24,7 @@ from echelon.ground.stop_request import STOP_SIGNALS, handled
 if TYPE_CHECKING:
     from echelon.recipe.launch_sections import LaunchConfig
     from echelon.tools.drill.crew import Crew
-    from echelon.tools.drill.exercise import Finding
+    from echelon.tools.drill.exercise import FaultEffect
 
 _COLUMNS = f"{'fault':<22} {'noticed after':>13} {'recovered after':>15} {'steps lost':>10} {'starts':>6}  identical"
 
@@ -107,7 +107,7 @@ def _stops_noted() -> Iterator[list[str]]:
         yield asked
 
 
-def _render(finding: "Finding") -> str:
+def _render(finding: "FaultEffect") -> str:
     from echelon.tools.drill.trial import Likeness
 
     noticed, recovered = map(_seconds, (finding.noticed_seconds, finding.recovered_seconds))

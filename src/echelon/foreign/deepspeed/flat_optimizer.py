@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError, first_line
 from echelon.learn.optimizer import clip_gradients
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.rules import Item, Rule
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.learn.optimizer.stepper import choose_rule
 from echelon.recipe import OptimConfig
 
@@ -49,7 +49,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _open(parameter: Tensor, rule: Rule, state: dict[str, Tensor]) -> Item:
-    layout = Layout(parameter)
+    layout = ParameterPlacement(parameter)
     if not state:
         state.update(rule.build_state(parameter.detach(), layout))
     assert parameter.grad is not None
@@ -93,7 +93,7 @@ def _build_cpu_adam(groups: Sequence[dict[str, Any]], config: OptimConfig) -> to
 
 def build_state(optimizer: torch.optim.Optimizer, flat: Tensor, rule: Rule) -> None:
     """Give a flat partition the state that the optimizer would give it in its first step."""
-    state: dict[str, Any] = dict(rule.build_state(flat.detach(), Layout(flat)))
+    state: dict[str, Any] = dict(rule.build_state(flat.detach(), ParameterPlacement(flat)))
     if not isinstance(optimizer, FlatOptimizer):
         state["step"] = 0  # CPUAdam counts on the host
     optimizer.state[flat].update(state)

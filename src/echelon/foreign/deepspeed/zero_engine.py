@@ -42,7 +42,7 @@ from echelon.learn.parallel import shard_model
 from echelon.learn.parallel.data_parallel import evaluation_mode
 from echelon.learn.parallel.protocol import Undivided
 from echelon.learn.parallel.step import SingleStage, StepSums
-from echelon.learn.sync.synchronizer import Fill
+from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
@@ -186,7 +186,7 @@ class DeepspeedEngine(NativeEngine):
         return state
 
     @override
-    def load(self, fill: Fill) -> None:
+    def load(self, fill: StateFill) -> None:
         """One parameter at a time is whole."""
         state = self.state_dict()
         fill(state)

@@ -25,7 +25,7 @@ class Wording:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTexts:
     """The texts before an answer, with {instruction}, {input} and {system}.
 
     `eos`: the token at the end of an answer, None for the tokenizer's own.
@@ -54,7 +54,7 @@ def alpaca_wording(style: str, said: str, eos: str | None) -> Wording:
     """The template of Axolotl's `type: alpaca` in one style. It ignores a record's system message and history."""
     texts = _STYLES[style]
     plain, with_input = (texts["system"].replace("{system}", sentence) for sentence in (_WITHOUT, _WITH))
-    prompt = Prompt(texts["plain"], texts["with_input"], plain, with_input, eos=eos)
+    prompt = PromptTexts(texts["plain"], texts["with_input"], plain, with_input, eos=eos)
     return Wording(render_prompt(prompt), said, difference=_SEAMS)
 
 
@@ -68,11 +68,11 @@ def prompt_wording(
     plain: str, with_input: str, system_format: str, system: str | None, said: str, eos: str | None
 ) -> Wording:
     """The template of Axolotl's `type: {format: ...}`, with the user's own texts."""
-    prompt = Prompt(plain, with_input, system=system_format, eos=eos)
+    prompt = PromptTexts(plain, with_input, system=system_format, eos=eos)
     return Wording(render_prompt(prompt), said, system, _SEAMS)
 
 
-def render_prompt(prompt: Prompt) -> str:
+def render_prompt(prompt: PromptTexts) -> str:
     """Render the texts as a chat template. The question of an alpaca record also has the keys instruction and input.
 
     The text before the first question is not repeated before later ones.

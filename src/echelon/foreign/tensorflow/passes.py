@@ -11,7 +11,7 @@ from echelon.foreign.tensorflow.llama import Array, Decoder
 from echelon.foreign.tensorflow.placement import Library
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.loader import Microbatch
-from echelon.learn.engines.engine import Evaluation, Finding
+from echelon.learn.engines.engine import Evaluation, NonFinite
 from echelon.learn.objectives.outputs import OutputsFn
 
 
@@ -54,7 +54,7 @@ class TensorflowEvaluation(Evaluation):
     def start_cached(self) -> None:
         pass
 
-    def find_nonfinite(self, input_ids: Tensor, labels: Tensor) -> Finding | None:
+    def find_nonfinite(self, input_ids: Tensor, labels: Tensor) -> NonFinite | None:
         """Return the first value of a microbatch, or of its gradients, that is not finite; None if all are."""
         tf, variables = self._tf, self._decoder.variables
         outputs: dict[str, Any] = {}
@@ -62,17 +62,17 @@ class TensorflowEvaluation(Evaluation):
             for name, value in self._decoder.parts(tf.constant(to_int32(input_ids))):
                 outputs[name] = value
                 if not self._is_finite(value):
-                    return Finding(0, len(outputs) - 1, name)
+                    return NonFinite(0, len(outputs) - 1, name)
             loss = tf.reduce_sum(self._decoder.losses(value, tf.constant(to_int32(labels))))
         if not self._is_finite(loss):
-            return Finding(1, 0, self._decoder.head)
+            return NonFinite(1, 0, self._decoder.head)
         for_outputs, for_weights = tape.gradient(loss, [list(outputs.values()), list(variables.values())])
         for place, (name, gradient) in enumerate(reversed(list(zip(outputs, for_outputs, strict=True)))):
             if gradient is not None and not self._is_finite(gradient):
-                return Finding(2, place, name)
+                return NonFinite(2, place, name)
         for place, (name, gradient) in enumerate(zip(variables, for_weights, strict=True)):
             if not self._is_finite(gradient):
-                return Finding(3, place, name)
+                return NonFinite(3, place, name)
         return None
 
     def _losses_of(self, ids: Any, labels: Any) -> Any:

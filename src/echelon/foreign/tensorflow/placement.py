@@ -74,10 +74,10 @@ def build_placement(library: Library, config: TensorflowConfig, everyone: dist.P
 
 def _find_address() -> str:
     """An address and a free port of this process for a server of TensorFlow."""
-    meeting = find_rendezvous()
+    rendezvous = find_rendezvous()
     host = "127.0.0.1"
-    if meeting is not None and not meeting.is_local:
-        host = meeting.own_address or socket.gethostbyname(socket.gethostname())
+    if rendezvous is not None and not rendezvous.is_local:
+        host = rendezvous.own_address or socket.gethostbyname(socket.gethostname())
     return f"{host}:{find_free_port(host if is_loopback(host) else '')}"
 
 

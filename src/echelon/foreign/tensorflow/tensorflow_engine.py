@@ -19,7 +19,7 @@ from echelon.learn.checkpoint.adapter_folder import AdapterContent
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.engines.engine import Engine, EngineSpec, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, EngineSpec, NonFinite, Rehearsal
 from echelon.learn.model.build import build_on_meta, materialize
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.loss import IGNORE
@@ -27,7 +27,7 @@ from echelon.learn.objectives.objective import Objective
 from echelon.learn.optimizer import Served
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.parallel.step import StepSums
-from echelon.learn.sync.synchronizer import Fill
+from echelon.learn.sync.synchronizer import StateFill
 from echelon.recipe import Recipe
 from echelon.recipe.tensorflow_config import TensorflowConfig
 
@@ -102,7 +102,7 @@ class TensorflowEngine(Engine):
     @override
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
-    ) -> Finding | None:
+    ) -> NonFinite | None:
         return self._evaluation.find_nonfinite(microbatch.input_ids, microbatch.labels)
 
     @contextmanager
@@ -141,7 +141,7 @@ class TensorflowEngine(Engine):
         return state
 
     @override
-    def load(self, fill: Fill) -> None:
+    def load(self, fill: StateFill) -> None:
         """Raises ConfigError for weights that were updated a different number of times, which no run of echelon has."""
         state = self.state_dict()
         fill(state)

@@ -13,7 +13,7 @@ _TIMEOUT_SECONDS = (10, 60)
 _LONGEST_MESSAGE = 400
 
 
-class Cluster:
+class KubernetesCluster:
     """The cluster of a kubeconfig context, found as kubectl does; None is the current context."""
 
     def __init__(self, context: str | None) -> None:

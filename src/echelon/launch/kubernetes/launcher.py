@@ -11,7 +11,7 @@ from echelon.ground.errors import LaunchError
 from echelon.ground.stored import read_text
 from echelon.launch.job import FINAL_STATES, NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.kubernetes.checks import check_job
-from echelon.launch.kubernetes.cluster import Cluster
+from echelon.launch.kubernetes.cluster import KubernetesCluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
@@ -51,7 +51,7 @@ class KubernetesLauncher(Launcher):
         config_map, body = yaml.safe_load_all(text)
         settings = job.recipe.launch.kubernetes
         kind = find_kind(job)
-        cluster = Cluster(settings.context)
+        cluster = KubernetesCluster(settings.context)
         made = cluster.create_job(kind, body)
         owner = {
             "apiVersion": body["apiVersion"],
@@ -117,10 +117,10 @@ class KubernetesLauncher(Launcher):
                 time.sleep(_LOOK_SECONDS)
 
 
-def _find(record: JobRecord) -> tuple[Cluster, JobKind, str, str]:
+def _find(record: JobRecord) -> tuple[KubernetesCluster, JobKind, str, str]:
     namespace, _, name = record.id.partition("/")
-    return Cluster(record.place["context"]), KINDS[record.place["kind"]], namespace, name
+    return KubernetesCluster(record.place["context"]), KINDS[record.place["kind"]], namespace, name
 
 
-def _list_pods(cluster: Cluster, kind: JobKind, namespace: str, name: str) -> list[PodState]:
+def _list_pods(cluster: KubernetesCluster, kind: JobKind, namespace: str, name: str) -> list[PodState]:
     return read_pods(cluster.list_pods(namespace, kind.pods_by, name), kind.container)

@@ -77,7 +77,7 @@ class Brief:
         return getattr(self._stream, name)
 
 
-class Machine:
+class RayMachine:
     """Lives in a Ray worker on its machine: runs the agent as a child, and hands over its output."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Seat:
 
 
 @dataclass
-class Crew:
+class JobPlacement:
     """The seats of a job: one placement group with the fewest machines, and a group for each further one."""
 
     order: Order
@@ -309,12 +309,12 @@ def _describe_cluster(order: Order) -> str:
     return words if len(large) < order.fewest else f"{words}, but are in use"
 
 
-class Job:
+class DriverJob:
     """One run of the agents on all machines, and its repetitions."""
 
     def __init__(self, order: Order, stops: Sequence[object]) -> None:
         self._order, self._stops = order, stops
-        self._crew = Crew(order, _reserve([order.bundle] * order.fewest, order.labels))
+        self._crew = JobPlacement(order, _reserve([order.bundle] * order.fewest, order.labels))
         self._rendezvous = ""
 
     def run(self) -> int:
@@ -366,7 +366,9 @@ class Job:
             options["memory"] = bundle.pop("memory")
         for seat in seats:
             place = PlacementGroupSchedulingStrategy(seat.group, placement_group_bundle_index=seat.index)
-            made = ray.remote(Machine).options(**options, resources=bundle, scheduling_strategy=place, max_restarts=0)
+            made = ray.remote(RayMachine).options(
+                **options, resources=bundle, scheduling_strategy=place, max_restarts=0
+            )
             seat.actor = made.remote()
         asked = [(seat, seat.actor.describe.remote()) for seat in seats]
         for seat, answer in asked:
@@ -423,7 +425,7 @@ def main(folder: Path) -> int:
     stops: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which sets its own
         signal.signal(signum, lambda number, _: stops.append(number))
-    return Job(order, stops).run()
+    return DriverJob(order, stops).run()
 
 
 if __name__ == "__main__":

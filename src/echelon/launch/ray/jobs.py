@@ -14,7 +14,7 @@ _LONGEST_MESSAGE = 400
 
 
 @dataclass(frozen=True)
-class Answer:
+class RayJob:
     """A job as Ray Jobs describes it. `message` ends with the last lines of its driver."""
 
     state: str
@@ -47,11 +47,11 @@ class RayJobs:
         with _explained(self.address):
             self._client.submit_job(**request)
 
-    def find(self, name: str) -> Answer | None:
+    def find(self, name: str) -> RayJob | None:
         """The job of this name; None if the cluster does not know it."""
         with _explained(self.address, name):
             found = self._client.get_job_info(name)
-            return Answer(str(found.status.value), found.message or "", found.driver_exit_code)
+            return RayJob(str(found.status.value), found.message or "", found.driver_exit_code)
         return None
 
     def stop(self, name: str) -> None:

@@ -48,7 +48,7 @@ class RefusedError(EntryError):
     exit_code = 2
 
 
-class _Stopped(BaseException):
+class _StoppedEarly(BaseException):
     """A stop signal arrived before training began."""
 
 
@@ -79,7 +79,7 @@ def work(base: Path) -> int:
     """Run the child: train the recipe in the channel `echelon`; returns the exit code of the container."""
 
     def stop(number: int, _: "FrameType | None") -> None:
-        raise _Stopped(signal.Signals(number).name)
+        raise _StoppedEarly(signal.Signals(number).name)
 
     try:
         _listen(stop)
@@ -91,7 +91,7 @@ def work(base: Path) -> int:
         container = importlib.import_module("echelon.launch.sagemaker.container")
         outcome = container.run(base, dict(os.environ))
         code, message = outcome.code, outcome.message
-    except _Stopped as stopped:
+    except _StoppedEarly as stopped:
         code, message = 1, f"stopped by {stopped} before training began; start the same job again"
         _say(message)
     except Exception as error:  # the platform shows only the failure file and the code

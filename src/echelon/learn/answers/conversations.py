@@ -68,7 +68,7 @@ class Conversations:
         config = learner.recipe.rollout.environment
         assert config is not None, "the recipe has an environment"
         self._learner, self._process, self._report, self._config = learner, process, report, config
-        self._wording = Wording(learner.tokenizer)
+        self._wording = ReplyWriter(learner.tokenizer)
 
     def hold(self, prompts: Sequence[PromptRecord], sampling: Sampling) -> Rollouts:
         """Return the answers, `sampling.num_samples` to each prompt.
@@ -187,7 +187,7 @@ class Conversations:
         )
 
 
-class Wording:
+class ReplyWriter:
     """Writes what an environment says as tokens: by the chat template if the prompt is messages, else as it is."""
 
     _MARK = "what-was-said-before"

@@ -22,7 +22,7 @@ from echelon.learn.model.kv_cache import Advance, KeyValueCache
 _PARTS = 8
 
 
-class Passes(Protocol):
+class ForwardPasses(Protocol):
     """Forward passes of a model, of which `Evaluation` is one kind. Collective where the model is divided."""
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _Row:
 
 
 def continue_prompts(
-    passes: Passes,
+    passes: ForwardPasses,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     seeds: Sequence[int],
@@ -103,7 +103,7 @@ def continue_prompts(
 
 
 def _start(
-    passes: Passes, waiting: Sequence[_Row], sampling: Sampling, device: torch.device, width: int, size: int
+    passes: ForwardPasses, waiting: Sequence[_Row], sampling: Sampling, device: torch.device, width: int, size: int
 ) -> "_Batch":
     cache = passes.start_cached()
     if cache is not None and cache.moves_rows:
@@ -249,7 +249,7 @@ def _read_last(advance: Advance, rows: Sequence[_Row], device: torch.device) -> 
 class _Uncached:
     """An `Advance` without a cache: each token is a pass over whole rows, always of the same shape."""
 
-    def __init__(self, passes: Passes, width: int) -> None:
+    def __init__(self, passes: ForwardPasses, width: int) -> None:
         self._passes, self._width = passes, width
         self._rows: Tensor | None = None
         self._lengths = torch.empty(0)

@@ -77,7 +77,7 @@ class Judging:
     """On the rank that runs the reward functions for these answers."""
 
 
-class Judge:
+class AnswerJudge:
     """Gives a learner the prompts of its recipe, and judges the answers by the recipe's rewards.
 
     Of the ranks that hold the same answers one runs the reward functions, in a process beside it, the environments in

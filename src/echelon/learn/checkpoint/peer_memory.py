@@ -17,7 +17,7 @@ _ALIGNMENT_BYTES = 16
 
 
 @dataclass
-class Held:
+class SnapshotsByStep:
     """What a process holds of snapshots, also beyond the end of a process group: by the step that they are of.
 
     Attributes:
@@ -72,7 +72,7 @@ class PeerMemory:
     is_beside = True
     """Whether one is taken after a step with a checkpoint too: it is read without the disk."""
 
-    def __init__(self, held: Held, every_steps: int | None, distance: int) -> None:
+    def __init__(self, held: SnapshotsByStep, every_steps: int | None, distance: int) -> None:
         """`distance`: from a rank to the one that holds its part too. `every_steps`: None never takes a snapshot."""
         self._held = held
         self._every_steps = every_steps

@@ -87,7 +87,7 @@ class TaughtRecord:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TaughtPart:
     """Samples [start, stop) of one dataset, in one file."""
 
     name: str
@@ -96,10 +96,12 @@ class Piece:
     stop: int
 
 
-def list_pieces(data: PreparedData, record: TaughtRecord) -> list[Piece]:
+def list_pieces(data: PreparedData, record: TaughtRecord) -> list[TaughtPart]:
     """Return the pieces of all training and validation data, in order."""
     return [
-        Piece(_piece_name(name, number), dataset, start, min(start + record.samples_per_piece, dataset.num_samples))
+        TaughtPart(
+            _piece_name(name, number), dataset, start, min(start + record.samples_per_piece, dataset.num_samples)
+        )
         for name, dataset in _name_datasets(data).items()
         for number, start in enumerate(range(0, dataset.num_samples, record.samples_per_piece))
     ]
@@ -142,7 +144,7 @@ def write_piece(
     return len(content)
 
 
-def finish_record(folder: Path, record: TaughtRecord, pieces: Sequence[Piece]) -> None:
+def finish_record(folder: Path, record: TaughtRecord, pieces: Sequence[TaughtPart]) -> None:
     """Write taught.json, now that every piece is there."""
     sizes = {piece.name: (folder / piece.name).stat().st_size for piece in pieces}
     write_json(folder / _RECORD, asdict(replace(record, files=sizes)))

@@ -48,7 +48,7 @@ _RULES = {
 }  # fmt: skip
 
 
-class Route(NamedTuple):
+class CollectiveKind(NamedTuple):
     """Collectives of one kind over groups of one name."""
 
     group: str
@@ -60,7 +60,7 @@ class TrafficMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: Counter[Route] = Counter()
+        self._sent: Counter[CollectiveKind] = Counter()
         self._total = self._taken = 0.0
 
     def take(self) -> float:
@@ -69,12 +69,12 @@ class TrafficMeter:
             taken, self._taken = self._total - self._taken, self._total
         return taken
 
-    def by_route(self) -> dict[Route, float]:
+    def by_route(self) -> dict[CollectiveKind, float]:
         """Return the bytes sent so far."""
         with self._lock:
             return dict(self._sent)
 
-    def add(self, route: Route, sent: float) -> None:
+    def add(self, route: CollectiveKind, sent: float) -> None:
         """Count a collective."""
         with self._lock:
             self._sent[route] += sent  # type: ignore[assignment]
@@ -117,7 +117,9 @@ def _build_kernel(name: str, rule: _Rule, meter: TrafficMeter) -> Callable[..., 
             share = rule.share(size)
             if name == "alltoall_base_" and arguments[4]:  # parts of different sizes
                 share = 1 - arguments[4][group.rank()] / max(1, sum(arguments[4]))
-            meter.add(Route(name_group(group), rule.kind), share * sum(map(_nbytes, _flatten(arguments[rule.place]))))
+            meter.add(
+                CollectiveKind(name_group(group), rule.kind), share * sum(map(_nbytes, _flatten(arguments[rule.place])))
+            )
         return operator.redispatch(keys & below, *arguments)
 
     return kernel

@@ -2,10 +2,10 @@
 
 from pkgutil import resolve_name
 
-from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, NonFinite, Rehearsal
 from echelon.recipe.engines import ENGINES
 
-__all__ = ["Engine", "EngineSpec", "Evaluation", "Finding", "Rehearsal", "build_engine"]
+__all__ = ["Engine", "EngineSpec", "Evaluation", "NonFinite", "Rehearsal", "build_engine"]
 
 
 def build_engine(spec: EngineSpec) -> Engine:

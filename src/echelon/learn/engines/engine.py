@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.sync.synchronizer import Fill, Replica
+from echelon.learn.sync.synchronizer import Replica, StateFill
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 
@@ -51,7 +51,7 @@ class Targets(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonFinite:
     """The first value in a microbatch that was not finite. Findings are ordered by when they occur.
 
     Attributes:
@@ -151,7 +151,7 @@ class Engine(Replica, Protocol):
 
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: "Objective"
-    ) -> Finding | None:
+    ) -> NonFinite | None:
         """Rerun a microbatch of a step with every layer checked; return the first non-finite value on this rank."""
 
     @property
@@ -170,5 +170,5 @@ class Engine(Replica, Protocol):
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor of a checkpoint, by names that do not depend on the plan: live tensors or copies."""
 
-    def load(self, fill: Fill) -> None:
+    def load(self, fill: StateFill) -> None:
         """Call `fill` on tensors with the names and shapes of `state_dict`, and continue with the loaded values."""

@@ -18,7 +18,7 @@ from echelon.learn.data.loader import LONGEST, Microbatch, Padding
 from echelon.learn.distributed.joint_group import together
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.engines.engine import Engine, Finding, Rehearsal
+from echelon.learn.engines.engine import Engine, NonFinite, Rehearsal
 from echelon.learn.engines.footprint import Footprint
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.model.adapters import plain_name
@@ -43,13 +43,13 @@ from echelon.learn.optimizer import (
 from echelon.learn.parallel.protocol import Parallel
 from echelon.learn.parallel.step import ForwardBackward, StepSums
 from echelon.learn.reduction.reducer import divide, flatten, write_back
-from echelon.learn.sync.synchronizer import Fill
+from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.memory_parts import MemoryParts
 
 _MAX_VALUES = 2**32  # more than a stage has values
 
 
-class Probe:
+class NonFiniteProbe:
     """A scope that checks every module's output, and its gradient, for non-finite values, on the device.
 
     The hooks do not change any value, so the passes inside are those of training, except that compilation is off: hooks
@@ -64,7 +64,7 @@ class Probe:
         self._gradients: list[tuple[str, Tensor]] = []
         self._scope = ExitStack()
 
-    def __enter__(self) -> "Probe":
+    def __enter__(self) -> "NonFiniteProbe":
         self._scope.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in self._decoder.named_modules():
             if name:
@@ -75,20 +75,20 @@ class Probe:
     def __exit__(self, *_: Any) -> None:
         self._scope.close()
 
-    def find(self, loss: Tensor) -> Finding | None:
+    def find(self, loss: Tensor) -> NonFinite | None:
         """Return the first non-finite value in the passes of the scope. `loss`: their loss."""
         for place, name in _not_finite(self._outputs):
-            return Finding(0, self._number(name, place), name)
+            return NonFinite(0, self._number(name, place), name)
         if not bool(torch.isfinite(loss)):
-            return Finding(1, 0, self._name_head())
+            return NonFinite(1, 0, self._name_head())
         for place, name in _not_finite(self._gradients):
-            return Finding(2, self._number(name, place, is_backward=True), name)
+            return NonFinite(2, self._number(name, place, is_backward=True), name)
         gradients = {
             name: parameter.grad for name, parameter in self._decoder.named_parameters() if parameter.grad is not None
         }
         flags = [(name, _is_finite(local_part(gradient))) for name, gradient in gradients.items()]
         for place, name in _not_finite(flags):
-            return Finding(3, self._number(name.rpartition(".")[0], place), name)
+            return NonFinite(3, self._number(name.rpartition(".")[0], place), name)
         return None
 
     def _number(self, module: str, place: int, is_backward: bool = False) -> int:
@@ -268,8 +268,8 @@ class NativeEngine(Engine):
     @override
     def find_nonfinite(
         self, step: int, microbatch: Microbatch, num_targets: Tensor, objective: Objective
-    ) -> Finding | None:
-        with Probe(self.decoder, self.parallel.stage_of) as probe:
+    ) -> NonFinite | None:
+        with NonFiniteProbe(self.decoder, self.parallel.stage_of) as probe:
             sums = self.forward_backward(step, [microbatch], num_targets, objective)
         finding = probe.find(sums.loss)
         self.parallel.clear_gradients()
@@ -381,7 +381,7 @@ class NativeEngine(Engine):
         return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
 
     @override
-    def load(self, fill: Fill) -> None:
+    def load(self, fill: StateFill) -> None:
         fill(self.state_dict())
         self._parts.share_scales()
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from echelon.ground.errors import CheckpointError
 from echelon.learn.model.safetensors_folder import FLOATING, SafetensorsFolder, StoredWeight
 from echelon.learn.model.stored_format import StoredFormat
-from echelon.learn.model.stored_layouts import LAYOUTS, Layout, Packed, Shape
+from echelon.learn.model.stored_layouts import LAYOUTS, Packed, Shape, StoredLayout
 
 PIECE = 2**20
 """The numbers of a weight that are computed at a time, which bounds the memory beside the result."""
@@ -75,7 +75,7 @@ class DequantizedFolder(SafetensorsFolder):
                 made[done : done + step] = values
         return torch.empty(0, *packed.shape[1:], dtype=packed.dtype) if made is None else made
 
-    def _collect(self, layout: Layout, headers: Mapping[str, StoredWeight]) -> None:
+    def _collect(self, layout: StoredLayout, headers: Mapping[str, StoredWeight]) -> None:
         """Replace the tensors of this layout with the weights that they store."""
         found: dict[str, dict[str, str]] = {}
         for name, header in headers.items():
@@ -103,7 +103,7 @@ class DequantizedFolder(SafetensorsFolder):
             self._packed[name] = packed
             self._headers[name] = StoredWeight(parts[layout.codes].file, packed.shape, dtype)
 
-    def _read_shapes(self, layout: Layout, found: Mapping[str, Mapping[str, str]]) -> dict[str, Shape]:
+    def _read_shapes(self, layout: StoredLayout, found: Mapping[str, Mapping[str, str]]) -> dict[str, Shape]:
         """Read the shapes of weights whose format stores them as tensors, by the start of their names."""
         if layout.shape is None:
             return {}
@@ -112,7 +112,7 @@ class DequantizedFolder(SafetensorsFolder):
         return {base: tuple(read[name].flatten().tolist()) for base, name in stored.items()}
 
     def _describe(
-        self, layout: Layout, names: Mapping[str, str], parts: Mapping[str, StoredWeight], shape: Shape | None
+        self, layout: StoredLayout, names: Mapping[str, str], parts: Mapping[str, StoredWeight], shape: Shape | None
     ) -> Packed:
         if parts[layout.codes].dtype not in layout.dtypes:
             raise _UnfitError(f"{names[layout.scales]} is a scale of codes in {' or '.join(layout.dtypes)}")

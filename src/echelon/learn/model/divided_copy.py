@@ -96,10 +96,10 @@ def _compare(small: PreTrainedModel, method: CpMethod, attention: str, traits: T
     is_possible = method != "ulysses" or heads % _SIZE == 0 or attention not in BY_MASK
     chosen: CpMethod = method if is_possible else "allgather"
     for name, (rows, expected) in cases.items():
-        meeting = _Meeting()
-        contexts = [Context(_ThreadPeers(rank, meeting), chosen, attention) for rank in range(_SIZE)]
+        rendezvous = _Meeting()
+        contexts = [Context(_ThreadPeers(rank, rendezvous), chosen, attention) for rank in range(_SIZE)]
         with ThreadPoolExecutor(_SIZE) as threads:
-            run = partial(_run_part, small, traits, packed.tokens, rows, meeting)
+            run = partial(_run_part, small, traits, packed.tokens, rows, rendezvous)
             found = list(threads.map(run, contexts))
         for context, logits in zip(contexts, found, strict=True):
             if not is_close(logits, context.part.take(expected, 1)):
@@ -113,7 +113,7 @@ def _run_part(
     traits: Traits,
     tokens: Tensor,
     rows: tuple[Tensor | None, Tensor | None],
-    meeting: "_Meeting",
+    rendezvous: "_Meeting",
     context: Context,
 ) -> Tensor:
     """Return the logits of a part, in a thread of its own. `no_grad` holds for one thread."""
@@ -123,7 +123,7 @@ def _run_part(
     try:
         return run_copy(own, here, **divided_inputs(own, context, traits, here, part, *rows))
     except Exception:
-        meeting.leave()
+        rendezvous.leave()
         raise
 
 
@@ -152,25 +152,25 @@ class _ThreadPeers(Peers):
 
     size = _SIZE
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, rendezvous: _Meeting) -> None:
         self.rank = rank
-        self._meeting = meeting
+        self._rendezvous = rendezvous
 
     @override
     def gather(self, part: Tensor) -> Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, part))
+        return torch.stack(self._rendezvous.exchange(self.rank, part))
 
     @override
     def swap(self, parts: Tensor) -> Tensor:
-        return torch.stack([parts_of_rank[self.rank] for parts_of_rank in self._meeting.exchange(self.rank, parts)])
+        return torch.stack([parts_of_rank[self.rank] for parts_of_rank in self._rendezvous.exchange(self.rank, parts)])
 
     @override
     def add_up(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, tensor)).sum(0)
+        return torch.stack(self._rendezvous.exchange(self.rank, tensor)).sum(0)
 
     @override
     def shift(self, tensor: Tensor, stream: int = 0) -> Callable[[], Tensor]:
-        return partial(self._meeting.exchange(self.rank, tensor).__getitem__, (self.rank - 1) % self.size)
+        return partial(self._rendezvous.exchange(self.rank, tensor).__getitem__, (self.rank - 1) % self.size)
 
     @override
     def isolated(self) -> AbstractContextManager[None]:

@@ -134,7 +134,7 @@ def _differentiate(
             receive = peers.shift(packed) if turn + 1 < peers.size else None
             block = _find_block(peers, turn, query, first)
             keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
-            result = Result(*(block.of_queries(tensor) for tensor in (output, total, gradient)))
+            result = AttentionResult(*(block.of_queries(tensor) for tensor in (output, total, gradient)))
             found = differentiate_block(block.of_queries(query), keys, values, block.hides, scale, result)
             block.of_queries(of_query).add_(found[0])
             here = own if turn == 0 else torch.zeros_like(own)
@@ -253,7 +253,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale
     return found[0], found[1].narrow(2, 0, query.shape[2])
 
 
-class Result(NamedTuple):
+class AttentionResult(NamedTuple):
     """What the queries have found in the keys of all blocks, as `attend_block` returns it, and its gradient."""
 
     output: Tensor
@@ -262,7 +262,7 @@ class Result(NamedTuple):
 
 
 def differentiate_block(
-    query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale: float, result: Result
+    query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale: float, result: AttentionResult
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value. Arguments as those of `attend_block`."""
     bias, is_causal = _find_bias(query, hides), isinstance(hides, str)

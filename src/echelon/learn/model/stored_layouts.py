@@ -36,14 +36,14 @@ class Packed:
         shape: of the weight.
     """
 
-    layout: "Layout"
+    layout: "StoredLayout"
     names: Mapping[str, str]
     shape: Shape
     scheme: Scheme
     dtype: torch.dtype
 
 
-class Layout:
+class StoredLayout:
     """One way of storing a weight in tensors, whose names start alike.
 
     Attributes:
@@ -76,7 +76,7 @@ class Layout:
         raise NotImplementedError
 
 
-class ScaledCodes(Layout):
+class ScaledCodes(StoredLayout):
     """Codes of 8 bits that are numbers themselves, with scales per block, and zero points if it has them.
 
     Block-wise fp8 (DeepSeek-V3, arXiv:2412.19437, section 3.3), and the unpacked formats of compressed-tensors.
@@ -102,7 +102,7 @@ class ScaledCodes(Layout):
         return values.mul_(_spread(read(self.scales), packed, start, stop))
 
 
-class PackedRows(Layout):
+class PackedRows(StoredLayout):
     """Codes of 1 to 8 bits, the columns of a row one after another in words of 32 bits.
 
     The format `pack-quantized` of compressed-tensors. Without zero points, codes are half their range too large.
@@ -136,7 +136,7 @@ class PackedRows(Layout):
         return values.mul_(_spread(read("_scale"), packed, start, stop))
 
 
-class PackedColumns(Layout):
+class PackedColumns(StoredLayout):
     """Codes of 2 to 8 bits of a transposed weight, with a scale and a zero point per output and group of inputs."""
 
     codes, weight, scales = ".qweight", ".weight", ".scales"
@@ -238,7 +238,7 @@ class Awq(PackedColumns):
         return codes[:, start % 8 : start % 8 + stop - start].T
 
 
-class Mxfp4(Layout):
+class Mxfp4(StoredLayout):
     """MXFP4 experts of gpt-oss: E2M1 codes of transposed weights, two in a byte, with a power of 2 per 32 inputs.
 
     OCP Microscaling Formats 1.0, sections 5.3 and 5.4.
@@ -312,7 +312,7 @@ def _spread(grid: Tensor, packed: Packed, start: int, stop: int) -> Tensor:
     return grid if width is None else grid.repeat_interleave(width, dim=-1)[..., :columns]
 
 
-LAYOUTS: dict[str, tuple[Layout, ...]] = {
+LAYOUTS: dict[str, tuple[StoredLayout, ...]] = {
     "fp8": (ScaledCodes("_scale_inv", ("F8_E4M3",)),),
     "mxfp4": (Mxfp4(),),
     "compressed-tensors": (ScaledCodes("_scale", ("F8_E4M3", "I8"), zeros="_zero_point"), PackedRows()),

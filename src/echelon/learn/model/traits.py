@@ -244,7 +244,7 @@ def describe_error(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedPair:
     """Two sequences of documents: their tokens, the same with other tokens in some documents, and the number and the
     positions of each document. All [2, _LENGTH]."""
 
@@ -262,7 +262,7 @@ class Packed:
         }
 
 
-def pack_documents(model: PreTrainedModel) -> Packed:
+def pack_documents(model: PreTrainedModel) -> PackedPair:
     """Return two sequences of documents with random tokens. Sets the global seed."""
     torch.manual_seed(1)
     tokens = random_tokens(model, 2, _LENGTH)
@@ -274,7 +274,7 @@ def pack_documents(model: PreTrainedModel) -> Packed:
     for row, number in _CHANGED:
         where = documents[row] == number
         changed[row, where] = other_tokens(model, tokens[row, where])
-    return Packed(tokens, changed, documents, positions)
+    return PackedPair(tokens, changed, documents, positions)
 
 
 def _find_mask(model: PreTrainedModel, attention: str | None) -> tuple[MaskForm | None, str]:
@@ -296,7 +296,7 @@ def _find_mask(model: PreTrainedModel, attention: str | None) -> tuple[MaskForm 
 
 
 def _find_fault(
-    model: PreTrainedModel, form: MaskForm, packed: Packed, alone: dict[tuple[int, int], Tensor]
+    model: PreTrainedModel, form: MaskForm, packed: PackedPair, alone: dict[tuple[int, int], Tensor]
 ) -> tuple[int, str] | None:
     """Return what is wrong with a form of mask, with how far it came; None if the model obeys it."""
     try:

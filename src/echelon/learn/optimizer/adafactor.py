@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.learn.optimizer.rules import CompilableRule, Item, assign
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.recipe import OptimConfig
 
 EPS = torch.finfo(torch.float32).eps  # below this a root of a second moment counts as this
@@ -61,7 +61,7 @@ class Adafactor(CompilableRule):
         return Adafactor(Passes(*map(compile_function, self.passes)))
 
     @override
-    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def build_state(self, parameter: Tensor, layout: ParameterPlacement) -> dict[str, Tensor]:
         """`step`, and the second moments: of rows and columns, or, of a vector, of each number."""
         step = torch.zeros((), device=parameter.device)
         if parameter.ndim < 2:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.learn.optimizer.rules import AdamW, Gradient, Item, PreconditioningRule, assign, build_adamw
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.learn.optimizer.whole_matrices import map_whole
 from echelon.recipe import OptimConfig
 
@@ -32,7 +32,7 @@ class Muon(PreconditioningRule):
     momentum: float
 
     @override
-    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def build_state(self, parameter: Tensor, layout: ParameterPlacement) -> dict[str, Tensor]:
         """The momentum."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 

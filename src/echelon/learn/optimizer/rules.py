@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.recipe import OptimConfig
 
 
@@ -24,7 +24,7 @@ class Item:
     weight: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
-    layout: Layout
+    layout: ParameterPlacement
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Gradient:
 
     values: Tensor
     state: dict[str, Tensor]
-    layout: Layout
+    layout: ParameterPlacement
 
 
 class Rule(Protocol):
     """How gradients move weights."""
 
-    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def build_state(self, parameter: Tensor, layout: ParameterPlacement) -> dict[str, Tensor]:
         """The first state of one parameter, fp32, sharded like it."""
 
     def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
@@ -117,7 +117,7 @@ class AdamW(ElementwiseRule):
     has_kernel: ClassVar[bool] = True
 
     @override
-    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def build_state(self, parameter: Tensor, layout: ParameterPlacement) -> dict[str, Tensor]:
         """`step`, and the two moments."""
         return {
             "step": torch.zeros((), device=parameter.device),
@@ -179,7 +179,7 @@ class MomentumSGD(ElementwiseRule):
     has_kernel: ClassVar[bool] = True
 
     @override
-    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def build_state(self, parameter: Tensor, layout: ParameterPlacement) -> dict[str, Tensor]:
         """The momentum, which begins at zero: then the first step takes the gradient as it is."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
@@ -229,7 +229,7 @@ class Lion(ElementwiseRule):
     has_kernel: ClassVar[bool] = False
 
     @override
-    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def build_state(self, parameter: Tensor, layout: ParameterPlacement) -> dict[str, Tensor]:
         """The momentum."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 

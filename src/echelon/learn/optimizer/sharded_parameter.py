@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 
-class Layout:
+class ParameterPlacement:
     """The placement of one parameter. Its collectives run where the mesh is, wherever the tensors are.
 
     Attributes:

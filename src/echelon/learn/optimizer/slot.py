@@ -11,7 +11,7 @@ from echelon.learn.model.sharding import local_part, local_places
 from echelon.learn.optimizer.eight_bit import num_blocks, pack, unpack
 from echelon.learn.optimizer.rounding import Lines, random_lines, round_stochastically, round_to_nearest, spread_bits
 from echelon.learn.optimizer.rules import Gradient, Item, Rule, assign
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 
 # The moments that `adamw_8bit` packs, and whether they have a sign. Vectors are small, and stay as they are.
 PACKED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -35,7 +35,7 @@ class Slot:
     ) -> None:
         self.name = name
         self.parameter = parameter
-        self.layout = Layout(parameter, copies)
+        self.layout = ParameterPlacement(parameter, copies)
         self._places = local_places(parameter)
         self.state = rule.build_state(parameter, self.layout)
         self.packed = PACKED_MOMENTS if packs and parameter.ndim >= 2 else {}

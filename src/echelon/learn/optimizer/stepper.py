@@ -18,7 +18,7 @@ from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with one rule, one weight decay and one factor on the learning rate."""
 
     rule: Rule
@@ -30,7 +30,7 @@ class Group:
 class Optimizer:
     """Steps every parameter that has a gradient. Its state is there from the start, under names no plan changes."""
 
-    def __init__(self, groups: list[Group], seed: int, compiled: CompiledUpdate | None = None) -> None:
+    def __init__(self, groups: list[ParameterGroup], seed: int, compiled: CompiledUpdate | None = None) -> None:
         """`compiled`: steps what it can."""
         self.groups = groups
         self._preconditioners = [
@@ -102,7 +102,7 @@ def build_optimizer(
         slot = Slot(member.name, parameter, rule, packed, master_weights == "bf16_kahan", copies)
         groups.setdefault((rule, member.weight_decay, member.rate_factor), []).append(slot)
     compiled = None if compile_backend is None else CompiledUpdate(compile_backend)
-    return Optimizer([Group(*key, slots) for key, slots in groups.items()], seed, compiled)
+    return Optimizer([ParameterGroup(*key, slots) for key, slots in groups.items()], seed, compiled)
 
 
 def choose_rule(config: OptimConfig, is_layer_matrix: bool) -> Rule:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.learn.optimizer.sharded_parameter import Layout
+from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 
 # Numbers of one owner's matrices in a round: 8 MiB in bf16, enough that sending takes longer than beginning to. A
 # larger matrix has a round of its own.
@@ -36,7 +36,7 @@ Rounds = tuple[tuple[tuple[int, ...], ...], ...]
 
 def map_whole(
     function: Callable[[Tensor], Tensor],
-    layouts: Sequence[Layout],
+    layouts: Sequence[ParameterPlacement],
     read: Callable[[int], Tensor],
     write: Callable[[int, Tensor], object],
 ) -> None:
@@ -62,7 +62,7 @@ def map_whole(
             exchange.scatter([function(whole) for whole in exchange.gather(read)], write)
 
 
-def is_divided(layout: Layout) -> bool:
+def is_divided(layout: ParameterPlacement) -> bool:
     """Whether the ranks divide the work on such a matrix."""
     return layout.team is not None and (layout.cut_dim is not None or min(layout.shape) >= SMALLEST_SIDE)
 
@@ -105,7 +105,9 @@ def _cut(matrices: Sequence[int], shapes: Sequence[torch.Size], size: int) -> li
 class _Round:
     """Matrices that are exchanged at once: of all, ranks have parts, or of all they have copies."""
 
-    def __init__(self, team: dist.ProcessGroup, layouts: Sequence[Layout], owned: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, team: dist.ProcessGroup, layouts: Sequence[ParameterPlacement], owned: Sequence[Sequence[int]]
+    ) -> None:
         """`owned`: the matrices of each rank of the team."""
         self._team = team
         self._me = team.rank()

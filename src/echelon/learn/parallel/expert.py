@@ -39,7 +39,7 @@ _INTERFACE = ("has_gate", "has_bias", "is_transposed")
 
 
 @dataclass(frozen=True)
-class Route:
+class ExpertRoute:
     """The ways of the (token, expert) pairs of a layer, sorted by expert.
 
     pairs: those that are sent, [sent]; they may include some of other ranks' experts, which have no row. sent,
@@ -93,7 +93,7 @@ class ExpertGroup:
             return keep_received(rows.clone())
         return send_rows(rows, self._group, sent, received)
 
-    def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> Route:
+    def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> ExpertRoute:
         """Find the ways of the pairs of a layer from their experts. Collective.
 
         Args:
@@ -106,7 +106,7 @@ class ExpertGroup:
         sent, received = torch.stack([by_rank.sum(1), from_ranks.sum(1)]).tolist()
         numbers = torch.arange(num_local, device=chosen.device).repeat(self.size)
         experts = numbers.repeat_interleave(from_ranks.flatten(), output_size=sum(received))
-        return Route(pairs[: sum(sent)], sent, received, None, experts)
+        return ExpertRoute(pairs[: sum(sent)], sent, received, None, experts)
 
     def _count(self, chosen: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
         """The pairs for each expert of each rank, [size, num_local], and those of each rank for the experts here."""
@@ -126,7 +126,7 @@ class FixedCapacity(ExpertGroup):
     """
 
     @override
-    def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> Route:
+    def find_route(self, chosen: Tensor, num_local: int, capacity: int) -> ExpertRoute:
         size, device = self.size, chosen.device
         by_rank, from_ranks = self._count(chosen, num_local)
         pairs = chosen.argsort(stable=True)
@@ -137,7 +137,7 @@ class FixedCapacity(ExpertGroup):
         places = torch.where(sorted_experts < size * num_local, shifted, size * capacity)
         slots = torch.arange(capacity, device=device).expand(size, capacity).contiguous()
         experts = torch.searchsorted(from_ranks.cumsum(1), slots, right=True).flatten()
-        return Route(pairs, [capacity] * size, [capacity] * size, places, experts)
+        return ExpertRoute(pairs, [capacity] * size, [capacity] * size, places, experts)
 
 
 class _Exchange(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _Exchange(torch.autograd.Function):
 class _Passes:
     """A context for the first pass of a checkpointed layer, or for its repetitions; `inner` is entered in it."""
 
-    def __init__(self, routes: list[Route], repeats: bool, inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, routes: list[ExpertRoute], repeats: bool, inner: AbstractContextManager[Any]) -> None:
         self._routes = routes
         self._repeats = repeats
         self._inner = inner
@@ -173,7 +173,7 @@ class _Passes:
         _passes.reset(self._token)
 
 
-_passes: ContextVar[tuple[list[Route], Iterator[Route] | None]] = ContextVar("passes")
+_passes: ContextVar[tuple[list[ExpertRoute], Iterator[ExpertRoute] | None]] = ContextVar("passes")
 
 
 def keep_routes(contexts: ContextFn) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -185,12 +185,12 @@ def keep_routes(contexts: ContextFn) -> tuple[AbstractContextManager[None], Abst
     Args:
         contexts: returns the contexts of both for other purposes, which are entered in these.
     """
-    routes: list[Route] = []
+    routes: list[ExpertRoute] = []
     first, again = contexts()
     return _Passes(routes, False, first), _Passes(routes, True, again)
 
 
-def _find_route(find: Callable[[], Route]) -> Route:
+def _find_route(find: Callable[[], ExpertRoute]) -> ExpertRoute:
     routes, known = _passes.get(([], None))
     if known is not None:
         return next(known)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from echelon.learn.distributed.isolation import Isolatable
-from echelon.learn.distributed.traffic import Route, count_traffic
+from echelon.learn.distributed.traffic import CollectiveKind, count_traffic
 from echelon.learn.parallel.data_parallel import Alone, Autocast
 
 
@@ -57,7 +57,7 @@ class GroupSums:
         summed = [
             gradient.to(self._dtype).contiguous() for gradient in gradients
         ]  # the same tensor if it is so already
-        self._meter.add(Route("horovod", "all_reduce"), self._share * sum(tensor.nbytes for tensor in summed))
+        self._meter.add(CollectiveKind("horovod", "all_reduce"), self._share * sum(tensor.nbytes for tensor in summed))
         handle = self._hvd.grouped_allreduce_async_(summed, name=f"gradients {index}", op=self._hvd.Sum)
         self._sent[index] = _Sent(gradients, summed, handle)
 

@@ -2,11 +2,11 @@
 
 from echelon.ground.extensions import build_named
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, StepVote, Synchronizer
+from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, StepVote, Synchronizer
 from echelon.recipe import SyncConfig
 from echelon.recipe.names import SYNCHRONIZERS
 
-__all__ = ["DataShare", "Fill", "Replica", "StepVote", "Synchronizer", "build_synchronizer"]
+__all__ = ["DataShare", "Replica", "StateFill", "StepVote", "Synchronizer", "build_synchronizer"]
 
 
 def build_synchronizer(config: SyncConfig, replica: Replica, meshes: Meshes) -> Synchronizer:

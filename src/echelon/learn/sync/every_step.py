@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
+from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
 from echelon.recipe import SyncConfig
 
 
@@ -57,7 +57,7 @@ class EveryStep(Synchronizer):
         return dict(engine_state)
 
     @override
-    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+    def load(self, engine_state: Mapping[str, Tensor], fill: StateFill) -> None:
         """No tensors of its own."""
         fill(engine_state)
 

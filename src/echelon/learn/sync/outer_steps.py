@@ -20,7 +20,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.replica_names import replica_name
 from echelon.learn.reduction import build_reducer
 from echelon.learn.reduction.reducer import divide, flatten, write_back
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
+from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
 from echelon.planner.plan import build_sync_plan
 from echelon.recipe import SyncConfig
 
@@ -168,7 +168,7 @@ class OuterSteps(Synchronizer):
         return shared | fixed | own
 
     @override
-    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+    def load(self, engine_state: Mapping[str, Tensor], fill: StateFill) -> None:
         fill(self.tensors(engine_state))
 
     @override

@@ -19,7 +19,7 @@ from echelon.learn.optimizer import divide_names
 from echelon.learn.reduction.reducer import write_back
 from echelon.learn.sync.push_code import Pusher
 from echelon.learn.sync.pushes import Kind, Request, Taken, await_message, await_reply, post
-from echelon.learn.sync.synchronizer import DataShare, Fill, Replica, Synchronizer
+from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
 from echelon.learn.sync.weight_server import Server
 from echelon.recipe import SyncConfig
 
@@ -144,7 +144,7 @@ class ParameterServer(Synchronizer):
         return dict(engine_state) | self._pusher.tensors()
 
     @override
-    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+    def load(self, engine_state: Mapping[str, Tensor], fill: StateFill) -> None:
         self._drain()
         fill(self.tensors(engine_state))
         self._served.take(self._replica.weights())

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from echelon.learn.optimizer import Served
 
 
-Fill = Callable[[Mapping[str, Tensor]], None]
+StateFill = Callable[[Mapping[str, Tensor]], None]
 """Writes saved values into the given tensors, whole or sharded, in place, by name. Collective."""
 
 
@@ -94,7 +94,7 @@ class Synchronizer(Protocol):
         its name: see `learn/distributed/replica_names.py`.
         """
 
-    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+    def load(self, engine_state: Mapping[str, Tensor], fill: StateFill) -> None:
         """Fill everything that `tensors` names, after `load_state_dict`. Names that were not saved are an error."""
 
     def state_dict(self) -> dict[str, Any]:

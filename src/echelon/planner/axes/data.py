@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
-from echelon.planner.collectives import Group, find_group
+from echelon.planner.collectives import CommunicationGroup, find_group
 from echelon.planner.fitting_values import join_words, nearest
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layer_time import LayerTime, Step
@@ -256,7 +256,7 @@ def _replica_seconds(step: Step, count: int, held: float, backward: float) -> fl
     # shards are summed between replicas at the last microbatch
     times = 1 if plan.uses_fully_shard else plan.num_reductions
     if plan.num_replicas == 1:
-        group = inner if step.between is None else Group(inner.size, 1, step.between)
+        group = inner if step.between is None else CommunicationGroup(inner.size, 1, step.between)
         if sync.name == PARAMETER_SERVER or group.size == 1:
             return 0.0
         sent = _sent_bytes(step, held, group.size)
@@ -269,9 +269,9 @@ def _replica_seconds(step: Step, count: int, held: float, backward: float) -> fl
     seconds = count * times * step.exposed(inside, backward)
     # Replicas are outermost, so on different machines if there are several.
     spread = min(plan.num_replicas, step.cluster.num_nodes)
-    group = Group(plan.num_replicas, -(-plan.num_replicas // spread), step.cluster.known_links)
+    group = CommunicationGroup(plan.num_replicas, -(-plan.num_replicas // spread), step.cluster.known_links)
     if step.between is not None:
-        group = Group(plan.num_replicas, 1, step.between)
+        group = CommunicationGroup(plan.num_replicas, 1, step.between)
     if sync.name == PARAMETER_SERVER:
         return seconds + _server_seconds(sync, group, count * held)
     return seconds + (
@@ -295,7 +295,7 @@ def _sent_bytes(step: Step, held: float, size: int) -> float:
     return held * DTYPE_BYTES["float32"] * find_sent_share(step.shape, plan, size)
 
 
-def _server_seconds(sync: SyncPlan, group: Group, num_trained: float) -> float:
+def _server_seconds(sync: SyncPlan, group: CommunicationGroup, num_trained: float) -> float:
     """Exposed communication of a step with parameter servers, none of it beside computation.
 
     A server gets what the other workers push through its own link, and sends them the weights. If a step waits for all

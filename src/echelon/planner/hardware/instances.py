@@ -16,7 +16,7 @@ from echelon.planner.hardware.links import machine_links
 from echelon.recipe.yaml_text import read_table
 
 if TYPE_CHECKING:
-    from echelon.planner.hardware.price_files import Machine
+    from echelon.planner.hardware.price_files import PricedMachine
 
 Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
 
@@ -177,7 +177,7 @@ def _rank_price(price: Price, region: str | None) -> tuple[bool, str]:
     return price.region == region, price.date or ""
 
 
-def _describe_type(given: "Machine") -> Instance:
+def _describe_type(given: "PricedMachine") -> Instance:
     """The type that a file describes. Raises ConfigError for one of the catalogue, and for a wrong device."""
     key = f"machines.{given.name}"
     if given.name in INSTANCES:
@@ -202,7 +202,7 @@ def _describe_type(given: "Machine") -> Instance:
     )
 
 
-def _describe_device(key: str, given: "Machine") -> Accelerator:
+def _describe_device(key: str, given: "PricedMachine") -> Accelerator:
     """The device of a described type, with the memory of its datasheet or the given one, whichever is smaller."""
     if not given.gpus:
         if given.accelerator is not None or given.gpu_memory_gib is not None:

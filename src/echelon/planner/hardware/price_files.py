@@ -25,7 +25,7 @@ from echelon.recipe.section import Count, CountOrZero, Flag, Positive, Section
 from echelon.recipe.yaml_text import parse_yaml
 
 
-class Machine(Section):
+class PricedMachine(Section):
     """A machine of any cloud, or of an instance type of SageMaker that the catalogue lacks.
 
     accelerator: the name of its GPU; one that echelon does not know needs gpu_memory_gib. local_disks: by default, a
@@ -54,9 +54,9 @@ class PriceRow(Section):
     spot_usd_per_hour: dict[str, Positive] = Field(default_factory=dict)
     machines: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
-    def read_machines(self) -> list[Machine]:
+    def read_machines(self) -> list[PricedMachine]:
         """The machines of the row. Raises ValidationError."""
-        return [Machine.model_validate({"name": name, **given}) for name, given in self.machines.items()]
+        return [PricedMachine.model_validate({"name": name, **given}) for name, given in self.machines.items()]
 
 
 def find_price_folder() -> Path:

@@ -33,7 +33,7 @@ _DELAY_AT_END_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Job:
+class QueuedUpload:
     """A checkpoint to upload; with `if_missing` only if the store does not have it yet.
 
     `keep` is a step whose checkpoint is kept in addition to the newest few.
@@ -66,8 +66,8 @@ class Uploader:
         self._writer = uuid.uuid4().hex
         self._has_claimed = False
         self._changed = threading.Condition()
-        self._current: Job | None = None
-        self._waiting: Job | None = None
+        self._current: QueuedUpload | None = None
+        self._waiting: QueuedUpload | None = None
         self._closing_since: float | None = None
         self._failing_since: float | None = None
         self._given_up = False
@@ -85,7 +85,7 @@ class Uploader:
         with self._changed:
             if self._given_up:
                 return ()
-            left_out, self._waiting = self._waiting, Job(checkpoint, keep, if_missing)
+            left_out, self._waiting = self._waiting, QueuedUpload(checkpoint, keep, if_missing)
             self._changed.notify_all()
             held = {job.checkpoint.step for job in (self._current, self._waiting) if job is not None}
         if left_out is not None:
@@ -135,7 +135,7 @@ class Uploader:
                     break
                 failures += 1
 
-    def _next(self) -> Job | None:
+    def _next(self) -> QueuedUpload | None:
         with self._changed:
             self._current = None
             self._changed.notify_all()
@@ -159,7 +159,7 @@ class Uploader:
             )
             return gives_way and self._waiting is not None
 
-    def _attempt(self, job: Job) -> bool:
+    def _attempt(self, job: QueuedUpload) -> bool:
         """Upload one checkpoint, and remove old ones; return whether that succeeded."""
         # Client libraries and servers may fail in any way, and must not end a training run.
         try:
@@ -188,7 +188,7 @@ class Uploader:
         self._remote.sweep(self._run)
         self._has_claimed = True
 
-    def _upload(self, job: Job) -> None:
+    def _upload(self, job: QueuedUpload) -> None:
         if self._given_up:
             return
         step, began = job.checkpoint.step, time.monotonic()
@@ -209,9 +209,9 @@ class Uploader:
         """Upload the best checkpoint if it was skipped when it was saved."""
         checkpoint = Checkpoint(step, self._folder.checkpoints_dir / f"step-{step:08d}")
         if not self._given_up and checkpoint.path.is_dir():
-            self._upload(Job(checkpoint, step, if_missing=True))
+            self._upload(QueuedUpload(checkpoint, step, if_missing=True))
 
-    def _is_there(self, job: Job) -> bool:
+    def _is_there(self, job: QueuedUpload) -> bool:
         """Whether an earlier attempt published it, or, with `if_missing`, the store already has it."""
         found = [checkpoint for checkpoint in self._remote.find(self._run) if checkpoint.step == job.checkpoint.step]
         return any(
@@ -237,7 +237,7 @@ class Uploader:
         with suppress(OSError):
             self._note("upload_failed", reason=reason)
 
-    def _note_failure(self, job: Job, error: Exception) -> None:
+    def _note_failure(self, job: QueuedUpload, error: Exception) -> None:
         """Report a failure, unless uploads were already failing."""
         if self._failing_since is not None:
             return
@@ -250,7 +250,7 @@ class Uploader:
         )
         self._record("upload_failed", job, reason=reason)
 
-    def _leave_out(self, job: Job) -> None:
+    def _leave_out(self, job: QueuedUpload) -> None:
         if self._failing_since is None:  # the failure is already reported
             name = job.checkpoint.path.name
             self._tell(f"checkpoint: {name} is not uploaded: a newer one was saved before its upload started")
@@ -260,6 +260,6 @@ class Uploader:
         with suppress(OSError):  # a closed terminal must not end the upload
             logger.info(line)
 
-    def _record(self, event: str, job: Job, **fields: object) -> None:
+    def _record(self, event: str, job: QueuedUpload, **fields: object) -> None:
         with suppress(OSError):  # the disk may be full
             self._note(event, step=job.checkpoint.step, **fields)

@@ -38,7 +38,7 @@ def open_accounting(
     runtime: Runtime,
     recovery: RecoveryWatch | None,
     restored: Restored,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     callbacks: Sequence[Callback],
     sampler: PromptSampler | None,
 ) -> Accounting:
@@ -58,7 +58,7 @@ def open_accounting(
         sequence_len=recipe.data.sequence_len,
         num_trained=None if learner.plan.adapter is None else learner.plan.adapter.num_trained_matmul_parameters,
     )
-    accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal, callbacks)
+    accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heartbeat, journal, callbacks)
     if held is not None:
         accounting.make_up(restored.state.step, held.rows)
     elif recovery is not None:

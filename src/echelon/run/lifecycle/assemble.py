@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from echelon.ground.stop_request import StopRequest
-from echelon.learn.answers.judging import Judge
+from echelon.learn.answers.judging import AnswerJudge
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan
@@ -21,17 +21,17 @@ from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.loop_run import run_loop
 from echelon.run.training.pauses import Pauses
 from echelon.run.training.profiler import build_recorder
-from echelon.run.training.rollback import Recovery
+from echelon.run.training.rollback import BadStepHandler
 from echelon.run.training.straggler import build_straggler_watch
 from echelon.run.training.trainer import Trainer
 from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from echelon.ground.launch_environment import LastEnd
-    from echelon.learn.checkpoint.peer_memory import Held as Memory
+    from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
     from echelon.recipe import Recipe
     from echelon.run.training.callbacks import Callback
-    from echelon.run.training.replica_state import Held
+    from echelon.run.training.replica_state import HeldState
 
 
 def build_trainer(
@@ -41,22 +41,22 @@ def build_trainer(
     runtime: Runtime,
     compile_backend: str = "inductor",
     stop: StopRequest | None = None,
-    heart: Heartbeat | None = None,
+    heartbeat: Heartbeat | None = None,
     callbacks: Sequence["Callback"] = (),
-    memory: "Memory | None" = None,
+    memory: "SnapshotsByStep | None" = None,
     loss: "LastEnd | None" = None,
     is_known: bool = False,
 ) -> Trainer:
     """Build a trainer with everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
 
-    `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none. `memory`: where this
-    process holds snapshots, if it lives on when another rank is lost; `loss`: when the last one was. `is_known`:
+    `stop` and `heartbeat` are the stop request and the watchdog of hangs; by default there are none. `memory`: where
+    this process holds snapshots, if it lives on when another rank is lost; `loss`: when the last one was. `is_known`:
     see `build_run_learner`.
     """
     recovery = RecoveryWatch(folder, loss) if runtime.rank == 0 else None
     is_first = runtime.rank == 0
     learner = build_run_learner(recipe, plan, folder, runtime, compile_backend, is_first, is_known=is_known)
-    return assemble(learner, folder, runtime, recovery, stop, heart, callbacks, memory=memory)
+    return assemble(learner, folder, runtime, recovery, stop, heartbeat, callbacks, memory=memory)
 
 
 def assemble(
@@ -65,10 +65,10 @@ def assemble(
     runtime: Runtime,
     recovery: RecoveryWatch | None,
     stop: StopRequest | None = None,
-    heart: Heartbeat | None = None,
+    heartbeat: Heartbeat | None = None,
     callbacks: Sequence["Callback"] = (),
-    held: "Held | None" = None,
-    memory: "Memory | None" = None,
+    held: "HeldState | None" = None,
+    memory: "SnapshotsByStep | None" = None,
 ) -> Trainer:
     """Build a trainer around a learner, and load the newest checkpoint, or the state of a replica. Collective.
 
@@ -77,17 +77,17 @@ def assemble(
         held: what this replica holds from an earlier view; None if it holds nothing.
         memory: where this process holds snapshots; None if it does not.
     """
-    recipe, stop, heart = learner.recipe, stop or StopRequest(), heart or Heartbeat()
+    recipe, stop, heartbeat = learner.recipe, stop or StopRequest(), heartbeat or Heartbeat()
     # A save is tested, and the newest state is loaded, before anything of this start is written.
     restored = restore(learner, folder, runtime, held, memory)
     sync = restored.contents.sync
     sampler = build_sampler(learner)
     feed = learner.open_feed()
-    judge = Judge(learner, folder.hub_path) if recipe.draws_answers else None
+    judge = AnswerJudge(learner, folder.hub_path) if recipe.draws_answers else None
     if judge is not None and learner.memory is not None and restored.held is None:
         whole = learner.memory.frozen_models + judge.frozen_bytes
         learner.memory = replace(learner.memory, frozen_models=whole)
-    accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heart, callbacks, sampler)
+    accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heartbeat, callbacks, sampler)
     if restored.held is not None:
         stop.agreed = restored.held.stopped_by
     saver = build_saver(learner, restored, accounting)
@@ -98,9 +98,9 @@ def assemble(
         accounting,
         Pauses(learner, saver, evaluations, accounting, stop),
         saver,
-        Recovery(recipe.fault, step, saver, accounting),
+        BadStepHandler(recipe.fault, step, saver, accounting),
         restored.state,
-        build_recorder(recipe.profile, folder, runtime, heart.resting),
+        build_recorder(recipe.profile, folder, runtime, heartbeat.resting),
         build_straggler_watch(learner.meshes, recipe.fault.on_straggler, folder.slow_path),
     )
     if recipe.loop is not None:

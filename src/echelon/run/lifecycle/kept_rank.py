@@ -22,7 +22,7 @@ from echelon.ground.hosts import limit_silence_of
 from echelon.ground.launch_environment import LastEnd, is_gpu_private
 from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
-from echelon.learn.checkpoint.peer_memory import Held
+from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
 from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport, end_waits
@@ -34,7 +34,7 @@ from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.replica import Wait
 from echelon.run.lifecycle.view_group import CONNECT_SECONDS, LossWatch, ViewStore, join_board
-from echelon.run.supervise.board import Board, View, await_true
+from echelon.run.supervise.board import MembershipStore, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
 from echelon.run.supervise.restart import SAME_FAILURES
@@ -64,8 +64,8 @@ class KeptRank:
     place: Place
     member: str
     stop: StopRequest
-    build_heart: Callable[[Runtime], Heartbeat]
-    _held: Held = field(default_factory=Held)
+    build_heartbeat: Callable[[Runtime], Heartbeat]
+    _held: SnapshotsByStep = field(default_factory=SnapshotsByStep)
     _transport: Transport = ON_CPU
 
     def train(self) -> None:
@@ -94,7 +94,7 @@ class KeptRank:
                     f"a process was lost {SAME_FAILURES} times in a row before the run came beyond step "
                     f"{max(0, furthest)}; {self.folder.events_path} and the logs in {self.folder.logs_dir} say which."
                 )
-            wait.begin(self.build_heart(self._runtime()))
+            wait.begin(self.build_heartbeat(self._runtime()))
 
     def _train_in(self, group: "RankGroup", recipe: Recipe, wait: Wait) -> int | None:
         """Train in a group; None when the run has ended, else the number of finished steps. Collective."""
@@ -106,14 +106,14 @@ class KeptRank:
             is_known = group.board.is_marked(*_TRIED)
             loss = group.find_loss() if is_first else None
             callbacks = build_callbacks(recipe.train.callbacks) if is_first else ()
-            heart = self.build_heart(runtime)
+            heartbeat = self.build_heartbeat(runtime)
             trainer = build_trainer(
                 recipe,
                 load_plan(self.folder.plan_path),  # the first rehearsal may have changed it
                 self.folder,
                 runtime,
                 stop=self.stop,
-                heart=heart,
+                heartbeat=heartbeat,
                 callbacks=callbacks,
                 memory=self._held,
                 loss=loss,
@@ -124,7 +124,7 @@ class KeptRank:
             if is_first:
                 group.board.mark(*_TRIED)
                 record_losses(self.folder, group.board, group.view, trainer.state.step)
-            conduct(trainer, recipe, self.folder, self.stop, heart, group.raise_loss)
+            conduct(trainer, recipe, self.folder, self.stop, heartbeat, group.raise_loss)
             if group.board.await_end(group.view, is_first):
                 return None
         except BaseException as error:
@@ -147,7 +147,7 @@ class KeptRank:
 class RankGroup:
     """The process groups of all ranks until one of them is lost."""
 
-    def __init__(self, board: Board, store: Store, view: View, place: Place, backend: str) -> None:
+    def __init__(self, board: MembershipStore, store: Store, view: View, place: Place, backend: str) -> None:
         self.board = board
         self.view = view
         self._place = place
@@ -209,7 +209,7 @@ class RankGroup:
         self._watch.leave()
 
 
-def record_losses(folder: RunFolder, board: Board, view: View, step: int) -> None:
+def record_losses(folder: RunFolder, board: MembershipStore, view: View, step: int) -> None:
     """Log the processes that were lost and are replaced, and write their events. On rank 0, before the next step.
 
     `step`: the number of complete steps.

@@ -58,15 +58,15 @@ def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    meeting = find_rendezvous()
-    if meeting is None:
+    rendezvous = find_rendezvous()
+    if rendezvous is None:
         return HashStore()
     place = find_place()
     try:
-        listener = _open_listener(meeting) if place.rank == 0 and not shares_agent_store() else None
+        listener = _open_listener(rendezvous) if place.rank == 0 and not shares_agent_store() else None
         return within(timeout_seconds + _GRACE_SECONDS, lambda: _join_store(place, timeout_seconds, listener))
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
-        raise _explain_rendezvous(error, place, meeting, timeout_seconds) from error
+        raise _explain_rendezvous(error, place, rendezvous, timeout_seconds) from error
 
 
 def _join_store(place: Place, timeout_seconds: float, listener: socket.socket | None) -> "Store":
@@ -80,29 +80,29 @@ def _join_store(place: Place, timeout_seconds: float, listener: socket.socket | 
     return TCPStore(host, port, place.world_size, True, timeout, master_listen_fd=listener.detach())
 
 
-def _open_listener(meeting: Rendezvous) -> socket.socket | None:
+def _open_listener(rendezvous: Rendezvous) -> socket.socket | None:
     """Open rank 0's listening socket on the address that the other ranks connect to, instead of all interfaces.
 
     None leaves it to torch: MASTER_ADDR is not an address of this machine, or it is loopback although the job may have
     several machines, as operators of Kubernetes set it for rank 0. Raises OSError if the port is in use.
     """
-    own = meeting.own_address
+    own = rendezvous.own_address
     with suppress(socket.gaierror, OverflowError):  # torch resolves the name again, and reports an invalid port
-        return listen_at(own or meeting.address, int(meeting.port), meeting.is_local or own is not None)
+        return listen_at(own or rendezvous.address, int(rendezvous.port), rendezvous.is_local or own is not None)
     return None
 
 
-def _explain_rendezvous(error: Exception, place: Place, meeting: Rendezvous, timeout_seconds: float) -> LaunchError:
+def _explain_rendezvous(error: Exception, place: Place, rendezvous: Rendezvous, timeout_seconds: float) -> LaunchError:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return LaunchError(
-            f"rank {place.rank} cannot listen on {meeting}: the port is in use by another program; "
+            f"rank {place.rank} cannot listen on {rendezvous}: the port is in use by another program; "
             "set MASTER_PORT to a free port, the same for every rank."
         )
     if isinstance(error, ValueError):
-        return LaunchError(f"MASTER_ADDR:MASTER_PORT is {meeting}, which is not a valid address: {text}.")
+        return LaunchError(f"MASTER_ADDR:MASTER_PORT is {rendezvous}, which is not a valid address: {text}.")
     return LaunchError(
-        f"rank {place.rank} did not meet all {place.world_size} processes at {meeting} within "
+        f"rank {place.rank} did not meet all {place.world_size} processes at {rendezvous} within "
         f"{timeout_seconds:.0f} seconds; check that every rank was started, that MASTER_ADDR names rank 0's machine, "
         "and that MASTER_PORT is the same everywhere and not blocked."
     )

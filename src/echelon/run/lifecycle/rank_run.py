@@ -40,15 +40,15 @@ def run_training(
     folder: RunFolder,
     runtime: Runtime,
     stop: StopRequest,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     callbacks: Sequence[Callback] = (),
 ) -> TrainState:
     """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
 
-    Raises StoppedError when a rank was asked to stop. `heart` watches from the first step to the last.
+    Raises StoppedError when a rank was asked to stop. `heartbeat` watches from the first step to the last.
     """
-    trainer = build_trainer(recipe, plan, folder, runtime, stop=stop, heart=heart, callbacks=callbacks)
-    return conduct(trainer, recipe, folder, stop, heart)
+    trainer = build_trainer(recipe, plan, folder, runtime, stop=stop, heartbeat=heartbeat, callbacks=callbacks)
+    return conduct(trainer, recipe, folder, stop, heartbeat)
 
 
 def conduct(
@@ -56,7 +56,7 @@ def conduct(
     recipe: Recipe,
     folder: RunFolder,
     stop: StopRequest,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     raise_change: Callable[[BaseException], None] | None = None,
 ) -> TrainState:
     """Train to the run's last step, and do what follows it. Collective. Raises the errors of `run_training`.
@@ -71,13 +71,13 @@ def conduct(
         return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
 
     done = False
-    heart.start()
+    heartbeat.start()
     if journal is not None and journal.meter is not None:
         journal.meter.watch(stop, lambda: store.write_seconds)
     try:
-        with compilations_told(heart.rest, heart.resume):
+        with compilations_told(heartbeat.rest, heartbeat.resume):
             state = trainer.fit()
-        heart.stop()
+        heartbeat.stop()
         if recipe.adapter.is_adapter:
             export_trained(trainer, recipe, folder)
         measured = trainer.train_step.learner.engine.describe_end()
@@ -104,7 +104,7 @@ def conduct(
         store.abandon()
         raise
     finally:
-        heart.stop()
+        heartbeat.stop()
         trainer.train_step.loader.close()
         if journal is not None:
             _close_records(trainer, journal, folder, done, stop)

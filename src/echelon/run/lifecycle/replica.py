@@ -33,7 +33,7 @@ from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside
 from echelon.run.supervise.board import FIRST_MEMBER, split_member
 from echelon.run.training.callbacks import build_callbacks
 from echelon.run.training.heartbeat import Heartbeat
-from echelon.run.training.replica_state import Held, hold
+from echelon.run.training.replica_state import HeldState, hold
 from echelon.run.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _MAX_FRUITLESS_VIEWS = 20
 
 
 @dataclass
-class Replica:
+class ReplicaProcess:
     """A process of a replica of a run, from its start to the end of the run.
 
     Attributes:
@@ -57,7 +57,7 @@ class Replica:
     place: Place
     member: str
     stop: StopRequest
-    build_heart: Callable[[Runtime], Heartbeat]
+    build_heartbeat: Callable[[Runtime], Heartbeat]
     show: Callable[[], None]
     _transport: Transport = ON_CPU
 
@@ -95,18 +95,18 @@ class Replica:
                     f"{num_fruitless} groups of replicas in a row ended before they had finished a step; the logs of "
                     f"the replicas in {self.folder.logs_dir} and {self.folder.events_path} say which were lost."
                 )
-            wait.begin(self.build_heart(self._runtime(membership.rank, len(view.members))))
+            wait.begin(self.build_heartbeat(self._runtime(membership.rank, len(view.members))))
             learner.engine.discard()
 
     def _train_in(
-        self, membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait"
-    ) -> tuple[bool, Held | None]:
+        self, membership: ViewMembership, learner: Learner, held: HeldState | None, wait: "Wait"
+    ) -> tuple[bool, HeldState | None]:
         """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
         trainer = None
         try:
             trainer = self._join(membership, learner, held, wait)
-            heart = trainer.accounting.heart
-            conduct(trainer, learner.recipe, self.folder, self.stop, heart, membership.raise_change)
+            heartbeat = trainer.accounting.heartbeat
+            conduct(trainer, learner.recipe, self.folder, self.stop, heartbeat, membership.raise_change)
             if membership.await_end():
                 return True, None
         except ViewChanged:
@@ -124,7 +124,7 @@ class Replica:
         is_first, number = self.member == FIRST_MEMBER, self.place.rank // plan.replica_size
         return build_run_learner(recipe, alone, self.folder, runtime, "inductor", is_first, number)
 
-    def _join(self, membership: ViewMembership, learner: Learner, held: Held | None, wait: "Wait") -> Trainer:
+    def _join(self, membership: ViewMembership, learner: Learner, held: HeldState | None, wait: "Wait") -> Trainer:
         """Form the groups of a view and build the trainer in it. Collective. Raises ViewChanged if it ends."""
         recipe, plan = learner.recipe, resize(learner.plan, membership.size)
         try:
@@ -137,10 +137,10 @@ class Replica:
             if membership.rank == 0:
                 self.show()
                 recovery = RecoveryWatch(self.folder)
-            heart = self.build_heart(runtime)
+            heartbeat = self.build_heartbeat(runtime)
             callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
             here = replace(learner, plan=plan, meshes=meshes)
-            trainer = assemble(here, self.folder, runtime, recovery, self.stop, heart, callbacks, held)
+            trainer = assemble(here, self.folder, runtime, recovery, self.stop, heartbeat, callbacks, held)
             membership.board.mark("trains", self.member)
             dist.barrier(everyone)
         except BaseException as error:
@@ -165,14 +165,14 @@ class Wait:
         self._folder = folder
         self._stop = stop
         self._notice_seconds = notice_seconds
-        self._heart: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._is_resting = False
 
-    def begin(self, heart: Heartbeat) -> None:
-        """Begin to wait for the next view, watched by `heart`. The first view has a limit of its own."""
-        self._heart, self._is_resting = heart, False
-        heart.beat("the wait for the other replicas")
-        heart.start()
+    def begin(self, heartbeat: Heartbeat) -> None:
+        """Begin to wait for the next view, watched by `heartbeat`. The first view has a limit of its own."""
+        self._heartbeat, self._is_resting = heartbeat, False
+        heartbeat.beat("the wait for the other replicas")
+        heartbeat.start()
 
     def look(self) -> None:
         """Do not count the time in which a lost replica starts again, without which the others may not train.
@@ -185,20 +185,20 @@ class Wait:
                 "checkpoint are lost; start the same command again to resume"
             )
         is_awaited = self._folder.awaited_path.exists()
-        if self._heart is not None and is_awaited != self._is_resting:
+        if self._heartbeat is not None and is_awaited != self._is_resting:
             self._is_resting = is_awaited
             if is_awaited:
-                self._heart.rest()
+                self._heartbeat.rest()
             else:
-                self._heart.resume()
+                self._heartbeat.resume()
 
     def end(self) -> None:
         """End the wait."""
-        if self._heart is not None:
-            self._heart.stop()
-            self._heart = None
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
 
 
-def _has_same_step(before: Held | None, after: Held | None) -> bool:
+def _has_same_step(before: HeldState | None, after: HeldState | None) -> bool:
     """Whether no step was finished between two moments."""
     return (before and before.saved.train.step) == (after and after.saved.train.step)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from echelon.ground.launch_environment import find_host_dir, find_snapshot_dir, shares_files
 from echelon.learn.checkpoint.carrier import Carrier
-from echelon.learn.checkpoint.peer_memory import Held as Memory
-from echelon.learn.checkpoint.peer_memory import HeldSnapshot, PeerMemory
+from echelon.learn.checkpoint.peer_memory import HeldSnapshot, PeerMemory, SnapshotsByStep
 from echelon.learn.checkpoint.snapshot import Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.membership import Membership
@@ -23,7 +22,7 @@ from echelon.run.folder.upload import Uploader
 from echelon.run.training.bad_steps import StepJudge
 from echelon.run.training.contents import RunContents
 from echelon.run.training.interval import SaveInterval
-from echelon.run.training.replica_state import Held, heal
+from echelon.run.training.replica_state import HeldState, heal
 from echelon.run.training.rollback import find_suppressed
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.saver import Saver
@@ -56,7 +55,7 @@ def build_store(recipe: Recipe, folder: RunFolder, meshes: Meshes) -> Checkpoint
 
 
 def build_snapshots(
-    recipe: Recipe, membership: Membership | None, memory: Memory | None, runtime: Runtime
+    recipe: Recipe, membership: Membership | None, memory: SnapshotsByStep | None, runtime: Runtime
 ) -> Snapshots | PeerMemory:
     """The run's snapshots, if the recipe enables them: in `memory` where the ranks keep them. Collective."""
     every_steps = recipe.checkpoint.snapshot_every_steps
@@ -75,12 +74,12 @@ class Restored:
     state: TrainState
     saved: SavedState | None
     """What was loaded; None at the first start."""
-    held: Held | None
+    held: HeldState | None
     """What a replica has held since an earlier view of its group; None for a start of the run."""
 
 
 def restore(
-    learner: Learner, folder: RunFolder, runtime: Runtime, held: Held | None, memory: Memory | None = None
+    learner: Learner, folder: RunFolder, runtime: Runtime, held: HeldState | None, memory: SnapshotsByStep | None = None
 ) -> Restored:
     """Open the store of a run and load the newest checkpoint or snapshot, or the state of a replica. Collective.
 

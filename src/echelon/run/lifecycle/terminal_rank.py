@@ -61,8 +61,8 @@ class TerminalRank:
     def run(self) -> Outcome:
         """Train to the end; returns how the job ended. No other rank outlives the call. For the main thread."""
         count = self._job.num_processes
-        meeting = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(find_free_port(_ADDRESS))} if count > 1 else {}
-        common = {**network_variables(_ADDRESS), **meeting, TERMINAL_VARIABLE: str(self._rank)}
+        rendezvous = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(find_free_port(_ADDRESS))} if count > 1 else {}
+        common = {**network_variables(_ADDRESS), **rendezvous, TERMINAL_VARIABLE: str(self._rank)}
         environment = {**read_environment(), **self._job.env, **common}
         try:
             for rank in range(count):

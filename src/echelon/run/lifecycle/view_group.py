@@ -31,7 +31,7 @@ from echelon.learn.distributed.membership import Membership, ViewChanged
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
 from echelon.learn.distributed.transport import ON_CPU, Communicator, Transport
-from echelon.run.supervise.board import Board, View, await_true
+from echelon.run.supervise.board import MembershipStore, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
 from echelon.run.supervise.outcome import is_secondary
 
@@ -91,7 +91,7 @@ class ViewMembership(Membership):
         transport: what this process sends over.
     """
 
-    board: Board
+    board: MembershipStore
     store: Store
     view: View
     member: str
@@ -380,7 +380,7 @@ class ViewStore(Store):
             time.sleep(_LOOK_SECONDS)
 
 
-def join_board() -> tuple[Board, Store]:
+def join_board() -> tuple[MembershipStore, Store]:
     """The keeper's board, and the store that it is in. Raises LaunchError if the keeper cannot be reached."""
     place = find_rendezvous()
     assert place is not None
@@ -388,7 +388,7 @@ def join_board() -> tuple[Board, Store]:
         store = TCPStore(place.address, int(place.port), None, False, timedelta(seconds=_STORE_SECONDS))
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(f"the process that keeps the replicas is not at {place}: {error}") from error
-    return Board(store), store
+    return MembershipStore(store), store
 
 
 def form_inside(store: Store, start: str, index: int, size: int, backend: str = _BACKEND) -> None:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe import Recipe
     from echelon.run.training.heartbeat import Heartbeat
-    from echelon.run.training.waiting_peers import Peers
+    from echelon.run.training.waiting_peers import WaitingPeers
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +159,9 @@ def run_rank(
         from echelon.run.training.callbacks import build_callbacks
 
         leave_without_folder(folder, runtime.rank)
-        heart = build_heart(recipe, folder, runtime)
+        heartbeat = build_heartbeat(recipe, folder, runtime)
         callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
-        run_training(recipe, plan, folder, runtime, stop, heart, callbacks)
+        run_training(recipe, plan, folder, runtime, stop, heartbeat, callbacks)
     code = ending.outcome.code
     stop_runtime(failed=code != DONE and (code != STOPPED or stop.agreed is None))
     return ending.outcome
@@ -182,14 +182,14 @@ def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Outp
             use_deterministic_algorithms()
         with garbage_kept():
             from echelon.run.lifecycle.kept_rank import KeptRank
-            from echelon.run.lifecycle.replica import Replica
+            from echelon.run.lifecycle.replica import ReplicaProcess
         place = find_place()
         leave_without_folder(folder, place.rank)
-        build = partial(build_heart, recipe, folder)
+        build = partial(build_heartbeat, recipe, folder)
         if recipe.fault.on_lost_process == "replace":
             KeptRank(folder, place, member, stop, build).train()
         else:
-            Replica(folder, place, member, stop, build, partial(output.show, folder)).train()
+            ReplicaProcess(folder, place, member, stop, build, partial(output.show, folder)).train()
     return ending.outcome
 
 
@@ -201,16 +201,16 @@ def _check_gpus(folder: RunFolder) -> None:
         check_gpus(needed, load_recipe(folder.recipe_path)[0].train.allow_cpu)
 
 
-def build_heart(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heartbeat":
+def build_heartbeat(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "Heartbeat":
     """The watchdog that ends this rank when training hangs."""
     # Imported before a hang, because the disk may be what hangs.
     from echelon.run.training.flight_record import write_record
     from echelon.run.training.heartbeat import Heartbeat
-    from echelon.run.training.waiting_peers import Peers
+    from echelon.run.training.waiting_peers import WaitingPeers
 
     peers = None
     if shares_files():
-        peers = Peers(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
+        peers = WaitingPeers(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
 
     def leave_late(what: str, seconds: float) -> NoReturn:
         leave_hanging(folder, runtime, f"{what} did not end within {seconds:g} s", write_record, peers)
@@ -242,7 +242,11 @@ def leave_without_folder(folder: RunFolder, rank: int) -> None:
 
 
 def leave_hanging(
-    folder: RunFolder, runtime: Runtime, what: str, write_record: Callable[[Path, int], None], peers: "Peers | None"
+    folder: RunFolder,
+    runtime: Runtime,
+    what: str,
+    write_record: Callable[[Path, int], None],
+    peers: "WaitingPeers | None",
 ) -> NoReturn:
     """Report a hang, with the unresponsive ranks and its explanation if known; then end this process.
 

@@ -103,7 +103,7 @@ Block = Pairs | Table | Curves | Bars | Timeline | HeatMap | Lines | Listing
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A headline with its blocks."""
 
     title: str
@@ -119,4 +119,4 @@ class Report:
     is_bad: bool
     summary: str
     figures: Sequence[tuple[str, str]]
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]

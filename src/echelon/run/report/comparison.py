@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from echelon.ground.redaction import redact_text
-from echelon.run.report.blocks import Block, Curves, Lines, Point, Report, Section, Series, Table
+from echelon.run.report.blocks import Block, Curves, Lines, Point, Report, ReportSection, Series, Table
 from echelon.run.report.judgement import judge_run
 from echelon.run.report.nested import read_number, read_points, read_value, smooth
 from echelon.run.report.numbers import UNKNOWN
@@ -26,11 +26,11 @@ def build_comparison(records: Sequence[RunRecord]) -> Report:
     names = _name_apart(records)
     warnings = list(_list_warnings(records, names))
     sections = [
-        Section("What does not compare", [Lines(warnings, "warning")] if warnings else []),
-        Section("Side by side", [_list_figures(records, names)]),
-        Section("Verdict", list(_list_verdicts(records, names))),
-        Section("Curves", list(_draw_over(records, names))),
-        Section("What differs in the recipes", list(_list_differences(records, names))),
+        ReportSection("What does not compare", [Lines(warnings, "warning")] if warnings else []),
+        ReportSection("Side by side", [_list_figures(records, names)]),
+        ReportSection("Verdict", list(_list_verdicts(records, names))),
+        ReportSection("Curves", list(_draw_over(records, names))),
+        ReportSection("What differs in the recipes", list(_list_differences(records, names))),
     ]
     return Report(
         title=f"{names[0]}, compared with {', '.join(names[1:])}",

@@ -21,7 +21,7 @@ _NUM_COLOURS = 8
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """One axis of a chart.
 
     form: how its values are written. is_log: equal distances are equal ratios. ticks: the values that are written; by
@@ -42,8 +42,8 @@ class Chart:
     """
 
     title: str
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
     series: Sequence[Series]
     joined: bool = True
     labels: Sequence[tuple[float, float, str]] = ()
@@ -112,7 +112,7 @@ class _Scale:
     place: Callable[[float], float]
 
 
-def _build_scale(values: Sequence[float], axis: Axis, start: float, end: float) -> _Scale:
+def _build_scale(values: Sequence[float], axis: ChartAxis, start: float, end: float) -> _Scale:
     """The scale for values of an axis from place `start` to place `end`; logarithmic ones need values above 0."""
     shape: Callable[[float], float] = math.log2 if axis.is_log else lambda value: value
     low, high = shape(min(values)), shape(max(values))

@@ -20,7 +20,7 @@ from echelon.run.report.blocks import (
     Mark,
     Pairs,
     Report,
-    Section,
+    ReportSection,
     Series,
     Table,
     Timeline,
@@ -84,27 +84,27 @@ def build_report(record: RunRecord) -> Report:
     )
 
 
-def build_sections(record: RunRecord) -> list[Section]:
+def build_sections(record: RunRecord) -> list[ReportSection]:
     """Build the sections, without those about which the files say nothing."""
     advice, verdict = find_advice(record), judge_run(record)
     sections = [
-        Section("Messages", list(_messages(record))),
-        Section("Verdict", [Lines(verdict)] if verdict else []),
-        Section("Advice", [Lines(advice, "advice")] if advice else []),
-        Section("Rewards", list(build_rewards(record))),
-        Section("Loss", list(_losses(record))),
-        Section("Metrics of the loop", list(_own_metrics(record))),
-        Section("Benchmarks", list(build_benchmarks(record))),
-        Section("Throughput", list(build_throughput(record))),
-        Section("Predicted and measured", list(build_prediction(record))),
-        Section("Where the time went", list(_time(record))),
-        Section("Network", list(build_network(record))),
-        Section("Profiled steps", list(build_profile(record))),
-        Section("Memory", list(build_memory(record))),
-        Section("Events", list(_events(record))),
-        Section("Samples", list(_samples(record))),
-        Section("Plan", list(_plan(record))),
-        Section("Environment", list(_environment(record))),
+        ReportSection("Messages", list(_messages(record))),
+        ReportSection("Verdict", [Lines(verdict)] if verdict else []),
+        ReportSection("Advice", [Lines(advice, "advice")] if advice else []),
+        ReportSection("Rewards", list(build_rewards(record))),
+        ReportSection("Loss", list(_losses(record))),
+        ReportSection("Metrics of the loop", list(_own_metrics(record))),
+        ReportSection("Benchmarks", list(build_benchmarks(record))),
+        ReportSection("Throughput", list(build_throughput(record))),
+        ReportSection("Predicted and measured", list(build_prediction(record))),
+        ReportSection("Where the time went", list(_time(record))),
+        ReportSection("Network", list(build_network(record))),
+        ReportSection("Profiled steps", list(build_profile(record))),
+        ReportSection("Memory", list(build_memory(record))),
+        ReportSection("Events", list(_events(record))),
+        ReportSection("Samples", list(_samples(record))),
+        ReportSection("Plan", list(_plan(record))),
+        ReportSection("Environment", list(_environment(record))),
     ]
     return [section for section in sections if section.blocks]
 

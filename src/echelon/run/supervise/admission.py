@@ -15,7 +15,7 @@ from statistics import median
 from echelon.planner.hardware.health import Health
 from echelon.recipe import FaultConfig
 from echelon.run.supervise.agent_votes import Watch
-from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, Cause, Outcome, Weight
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, Cause, Likelihood, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.05
 _LAST_CALL_SECONDS = 30.0
 
 
-class Gravity(IntEnum):
+class Severity(IntEnum):
     """What a problem of a machine entails."""
 
     NAMED = 0
@@ -46,11 +46,11 @@ class Problem:
     """What is wrong with a machine, a sentence with the fix."""
 
     words: str
-    gravity: int = Gravity.ENDS
+    severity: int = Severity.ENDS
 
 
 @dataclass(frozen=True)
-class Condition:
+class MachineReport:
     """What a machine knows of itself before it takes part.
 
     Attributes:
@@ -64,18 +64,18 @@ class Condition:
     clock: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
-    def of(health: Health, missing: str | None, fault: FaultConfig) -> "Condition":
+    def of(health: Health, missing: str | None, fault: FaultConfig) -> "MachineReport":
         """The condition of this machine. `missing`: the message if it lacks GPUs that its job asked for."""
-        gravity = Gravity.ENDS if fault.on_bad_machine == "leave_out" else Gravity.NAMED
-        found = [Problem(words, gravity) for words in health.faults]
-        found += [Problem(words, _slow_gravity(fault)) for words in health.slowdowns]
+        severity = Severity.ENDS if fault.on_bad_machine == "leave_out" else Severity.NAMED
+        found = [Problem(words, severity) for words in health.faults]
+        found += [Problem(words, _slow_severity(fault)) for words in health.slowdowns]
         if missing is not None:
-            found.insert(0, Problem(missing.rstrip("."), Gravity.REFUSES))
-        return Condition(tuple(found), health.rates)
+            found.insert(0, Problem(missing.rstrip("."), Severity.REFUSES))
+        return MachineReport(tuple(found), health.rates)
 
 
 @dataclass(frozen=True)
-class Answer:
+class AdmissionResult:
     """The coordinator's answer to a machine: whether it takes part; if the attempt `ends`, the message and the code.
 
     `is_spare`: whether it waits for the next attempt.
@@ -91,26 +91,26 @@ class Answer:
     def cause(self) -> Cause:
         """How the attempt ends on this machine, which takes no part; a cause of nothing if it came too late."""
         if self.code == DONE:
-            return Cause(Outcome(DONE), Weight.NOTHING, time.time())
-        return Cause(Outcome(self.code, self.words, final=True), Weight.CAUSE, time.time())
+            return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
+        return Cause(Outcome(self.code, self.words, final=True), Likelihood.CAUSE, time.time())
 
 
-def judge(conditions: Mapping[str, Condition], fault: FaultConfig) -> dict[str, list[Problem]]:
+def judge(conditions: Mapping[str, MachineReport], fault: FaultConfig) -> dict[str, list[Problem]]:
     """The problems of each machine: those it knows, and those that show when it is compared with the others."""
     found = {host: list(condition.problems) for host, condition in conditions.items()}
     for host, words in _compare_clocks(conditions).items():
-        gravity = Gravity.LEFT_OUT if fault.on_bad_machine == "leave_out" else Gravity.NAMED
-        found[host].append(Problem(words, gravity))
+        severity = Severity.LEFT_OUT if fault.on_bad_machine == "leave_out" else Severity.NAMED
+        found[host].append(Problem(words, severity))
     for host, condition in conditions.items():
         for kind, rate in condition.rates.items():
             others = [other.rates[kind] for name, other in conditions.items() if name != host and kind in other.rates]
             if others and rate < _SLOW * (usual := median(others)):
                 words = f"it is slow ({kind}): {rate:.3g} per second, and the other machines {usual:.3g}"
-                found[host].append(Problem(words, _slow_gravity(fault)))
+                found[host].append(Problem(words, _slow_severity(fault)))
     return found
 
 
-def _compare_clocks(conditions: Mapping[str, Condition]) -> dict[str, str]:
+def _compare_clocks(conditions: Mapping[str, MachineReport]) -> dict[str, str]:
     """The machines whose clock certainly differs from that of most others, or of the coordinator if none is usual."""
 
     def differ(usual: float) -> dict[str, float]:
@@ -125,8 +125,8 @@ def _compare_clocks(conditions: Mapping[str, Condition]) -> dict[str, str]:
     }
 
 
-def _slow_gravity(fault: FaultConfig) -> Gravity:
-    return Gravity.LEFT_OUT if fault.on_straggler == "stop" else Gravity.NAMED
+def _slow_severity(fault: FaultConfig) -> Severity:
+    return Severity.LEFT_OUT if fault.on_straggler == "stop" else Severity.NAMED
 
 
 class Admission:
@@ -138,17 +138,17 @@ class Admission:
         self._short_since: float | None = None
         self._lost: set[str] = set()
 
-    def present(self, condition: Condition) -> Answer:
+    def present(self, condition: MachineReport) -> AdmissionResult:
         """Present this machine, and wait for the answer. It has joined the attempt. Raises DistError as a Meeting."""
         watch = self._watch
         if not watch.coordinates:
             if (clock := self._measure_clock()) is None:
-                return Answer(False, ends=True, code=DONE)
-            condition = Condition(condition.problems, condition.rates, clock)
+                return AdmissionResult(False, ends=True, code=DONE)
+            condition = MachineReport(condition.problems, condition.rates, clock)
         watch.store.set(self._key("condition", watch.host), json.dumps(asdict(condition)))
         if not self._await(key := self._key("answer", watch.host)):
-            return Answer(False, ends=True, code=DONE)
-        return Answer(**json.loads(watch.store.get(key)))
+            return AdmissionResult(False, ends=True, code=DONE)
+        return AdmissionResult(**json.loads(watch.store.get(key)))
 
     def look(self) -> None:
         """On the coordinator, now and then during the whole attempt: answer those who wait, if it can be decided."""
@@ -173,14 +173,14 @@ class Admission:
             logger.warning(f"the spare {host} stopped responding; spares left: {len(spares) - len(lost)}")
         self._lost |= lost
 
-    def _decide(self, conditions: Mapping[str, Condition], waiting: Sequence[str]) -> None:
+    def _decide(self, conditions: Mapping[str, MachineReport], waiting: Sequence[str]) -> None:
         problems = judge(conditions, self._fault)
-        worst = {host: max((p.gravity for p in found), default=Gravity.NAMED) for host, found in problems.items()}
-        taken = [host for host in conditions if worst[host] == Gravity.NAMED and not self._watch.is_silent(host)]
+        worst = {host: max((p.severity for p in found), default=Severity.NAMED) for host, found in problems.items()}
+        taken = [host for host in conditions if worst[host] == Severity.NAMED and not self._watch.is_silent(host)]
         if len(taken) < self._watch.group.min_nodes:
             if self._may_grow(len(conditions)):
                 return
-            taken = [host for host in conditions if worst[host] < Gravity.ENDS]
+            taken = [host for host in conditions if worst[host] < Severity.ENDS]
         if len(taken) < self._watch.group.min_nodes:
             ending = self._describe_ending(problems)
             for host in waiting:
@@ -212,7 +212,7 @@ class Admission:
             if host in spares:
                 logger.info(f"machine {host} is a spare")
                 self._watch.hold(host)
-                self._answer(host, Answer(False, is_spare=True))
+                self._answer(host, AdmissionResult(False, is_spare=True))
                 continue
             if host not in taken:
                 logger.warning(f"machine {host} is left out: {words}")
@@ -220,7 +220,7 @@ class Admission:
                 logger.warning(f"machine {host}: {words}")
             if host in taken and self._watch.attempt and self._watch.was_spare(host):
                 logger.info(f"machine {host}, a spare, takes the place of another one")
-            self._answer(host, Answer(host in taken, words))
+            self._answer(host, AdmissionResult(host in taken, words))
 
     def _may_grow(self, count: int) -> bool:
         """Whether more machines may come, while too few without a fault are there."""
@@ -231,22 +231,22 @@ class Admission:
         self._short_since = now if self._short_since is None else self._short_since
         return count < group.max_machines and now - self._short_since < _LAST_CALL_SECONDS
 
-    def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> Answer:
+    def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> AdmissionResult:
         """Why the job ends on all machines: too few are left without the bad ones."""
-        refused = [p.words for found in problems.values() for p in found if p.gravity == Gravity.REFUSES]
+        refused = [p.words for found in problems.values() for p in found if p.severity == Severity.REFUSES]
         if refused:
-            return Answer(False, f"{refused[0]}.", True, REFUSED)
+            return AdmissionResult(False, f"{refused[0]}.", True, REFUSED)
         bad = [
             f"machine {host}: {problem.words}"
             for host, found in problems.items()
             for problem in found
-            if problem.gravity == Gravity.ENDS
+            if problem.severity == Severity.ENDS
         ]
         least = self._watch.group.min_nodes
         remedy = f"start again with {least} others, or set fault.on_bad_machine=warn to train all the same"
-        return Answer(False, f"{'; '.join(bad)}; {remedy}", True)
+        return AdmissionResult(False, f"{'; '.join(bad)}; {remedy}", True)
 
-    def _answer(self, host: str, answer: Answer) -> None:
+    def _answer(self, host: str, answer: AdmissionResult) -> None:
         if not answer.is_admitted and not answer.ends:
             self._watch.leave_out(host)
         self._watch.store.set(self._key("answer", host), json.dumps(asdict(answer)))
@@ -264,10 +264,10 @@ class Admission:
         after, there = time.time(), float(store.get(key))
         return before - there, after - there
 
-    def _read(self, host: str) -> Condition:
+    def _read(self, host: str) -> MachineReport:
         fields = json.loads(self._watch.store.get(self._key("condition", host)))
         low, high = fields["clock"]
-        return Condition(tuple(Problem(**problem) for problem in fields["problems"]), fields["rates"], (low, high))
+        return MachineReport(tuple(Problem(**problem) for problem in fields["problems"]), fields["rates"], (low, high))
 
     def _has(self, word: str, host: str) -> bool:
         return self._watch.store.check([self._key(word, host)])

@@ -31,19 +31,19 @@ from echelon.ground.variables import read_environment
 from echelon.planner.hardware.health import examine_health
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
-from echelon.run.supervise.admission import Admission, Condition
-from echelon.run.supervise.agent_votes import LOST_SECONDS, Meeting
+from echelon.run.supervise.admission import Admission, MachineReport
+from echelon.run.supervise.agent_votes import LOST_SECONDS, AgentRendezvous
 from echelon.run.supervise.decision import Decision, HostReport
-from echelon.run.supervise.hands import Hand, Machines
+from echelon.run.supervise.hands import Machines, NodeAgent
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
 from echelon.run.supervise.news import ENDING_SIGNALS, news_shared, stops_forwarded
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
     Cause,
+    Likelihood,
     Outcome,
     ProcessDeath,
-    Weight,
     describe_silent,
     find_cause,
     find_silent,
@@ -51,7 +51,7 @@ from echelon.run.supervise.outcome import (
     read_outcomes,
 )
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
-from echelon.run.supervise.replica_keeper import ReplicaKeeper
+from echelon.run.supervise.replica_keeper import ReplicaSupervisor
 from echelon.run.supervise.restart import AWAITS_VARIABLE, Restarts, Vacancies, deaths_watched
 from echelon.run.supervise.succession import Fence, find_coordinator, succeed
 from echelon.run.supervise.warm_start import WarmStart, started_warm
@@ -148,19 +148,19 @@ class Agent:
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
         restarts, announced = Restarts(job.max_restarts), dict[str, str]()
-        meeting = fence = None
+        rendezvous = fence = None
         try:
             if self._group.shares_files and not self._group.is_alone:
                 self._group = find_coordinator(self._group, job.folder)
-            meeting = Meeting(self._group, platform.node(), restarts, self._address)
+            rendezvous = AgentRendezvous(self._group, platform.node(), restarts, self._address)
             while True:
-                self.is_coordinator = meeting.coordinates
-                if meeting.coordinates and meeting.group.shares_files and not meeting.group.is_alone:
-                    fence = Fence(meeting, job.folder)
+                self.is_coordinator = rendezvous.coordinates
+                if rendezvous.coordinates and rendezvous.group.shares_files and not rendezvous.group.is_alone:
+                    fence = Fence(rendezvous, job.folder)
                 try:
-                    return self._run(job, meeting, restarts, asked, announced)
+                    return self._run(job, rendezvous, restarts, asked, announced)
                 except (DistError, RendezvousConnectionError) as error:
-                    meeting, ending = self._succeed(job, meeting, restarts, error)
+                    rendezvous, ending = self._succeed(job, rendezvous, restarts, error)
                     if ending is not None:
                         return ending
                     announced = _announce(read_clock(), None)
@@ -176,12 +176,12 @@ class Agent:
         finally:
             if fence is not None:
                 fence.end()
-            if meeting is not None:
-                meeting.close()
+            if rendezvous is not None:
+                rendezvous.close()
 
     def _succeed(
-        self, job: Workers, lost: Meeting, restarts: Restarts, error: Exception
-    ) -> tuple[Meeting, Outcome | None]:
+        self, job: Workers, lost: AgentRendezvous, restarts: Restarts, error: Exception
+    ) -> tuple[AgentRendezvous, Outcome | None]:
         """Meet at another coordinator instead of a lost one; also how the job ends, None if it goes on.
 
         Raises LaunchError if this machine is not among enough others.
@@ -191,16 +191,16 @@ class Agent:
         lost.close()
         if found is None:
             raise self._explain_loss(error.__cause__ or error) from error
-        meeting, decision = found
-        self._group, self.is_coordinator = meeting.group, meeting.coordinates
+        rendezvous, decision = found
+        self._group, self.is_coordinator = rendezvous.group, rendezvous.coordinates
         self.keeps_journal = self.is_coordinator
         self._begin_again(job, decision, None)
-        return meeting, decision.find_ending(meeting.host, Outcome(FAILED, decision.message))
+        return rendezvous, decision.find_ending(rendezvous.host, Outcome(FAILED, decision.message))
 
     def _run(
         self,
         job: Workers,
-        meeting: Meeting,
+        rendezvous: AgentRendezvous,
         restarts: Restarts,
         asked: Sequence[object],
         announced: Mapping[str, str],
@@ -208,22 +208,22 @@ class Agent:
         """Run attempts, each under a new torchrun agent, until the machines decide to end."""
         folder = job.folder
         while True:
-            attempt = meeting.attempt()
-            meeting.join(attempt)
-            cause, died_at = self._attempt(job, meeting, attempt, announced)
-            if not meeting.coordinates and meeting.is_left_out(attempt):
-                ending = self._wait(meeting, attempt, asked) if meeting.is_spare(attempt) else cause.outcome
+            attempt = rendezvous.attempt()
+            rendezvous.join(attempt)
+            cause, died_at = self._attempt(job, rendezvous, attempt, announced)
+            if not rendezvous.coordinates and rendezvous.is_left_out(attempt):
+                ending = self._wait(rendezvous, attempt, asked) if rendezvous.is_spare(attempt) else cause.outcome
                 if ending is None:
                     continue
                 return ending
             erase_progress_bar()
-            self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
+            self.keeps_journal = rendezvous.coordinates if self._group.shares_files else 0 in folder.read_pids()
             if self.keeps_journal and folder.logs_dir.is_dir():
                 keep_console_in(folder.console_path)
             if asked:
-                meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
-            decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
-            if (ending := decision.find_ending(meeting.host, cause.outcome)) is not None:
+                rendezvous.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
+            decision = rendezvous.await_decision(attempt, HostReport.of(rendezvous.host, cause, _find_newest_step(job)))
+            if (ending := decision.find_ending(rendezvous.host, cause.outcome)) is not None:
                 self._last = decision
                 return ending
             if asked:  # since the decision: the next attempt stops as soon as it can
@@ -235,54 +235,54 @@ class Agent:
             announced = _announce(ended_at, detection)
 
     @staticmethod
-    def _wait(meeting: Meeting, attempt: int, asked: Sequence[object]) -> Outcome | None:
+    def _wait(rendezvous: AgentRendezvous, attempt: int, asked: Sequence[object]) -> Outcome | None:
         """Wait as a spare for the next attempt; if there is none, or this machine is asked to stop, how it ends."""
-        while (decision := meeting.find_decision(attempt)) is None:
+        while (decision := rendezvous.find_decision(attempt)) is None:
             if asked:
                 return Outcome(FAILED, "stopped by a signal while this machine waited as a spare")
             time.sleep(_LOOK_SECONDS)
-        return decision.find_ending(meeting.host, Outcome(DONE))
+        return decision.find_ending(rendezvous.host, Outcome(DONE))
 
     def _attempt(
-        self, job: Workers, meeting: Meeting, attempt: int, announced: Mapping[str, str]
+        self, job: Workers, rendezvous: AgentRendezvous, attempt: int, announced: Mapping[str, str]
     ) -> tuple[Cause, float | None]:
         """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
         folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**network_variables(self._address), **job.env, **announced}
-        with exported(variables), self._news_shared(job, meeting, attempt):
-            if not self._group.is_alone and (refusal := self._present(job, meeting, attempt)) is not None:
+        with exported(variables), self._news_shared(job, rendezvous, attempt):
+            if not self._group.is_alone and (refusal := self._present(job, rendezvous, attempt)) is not None:
                 return refusal, None
             if job.min_replicas is not None:
-                deaths = self._keep(job, meeting, attempt)
+                deaths = self._keep(job, rendezvous, attempt)
                 if isinstance(deaths, Cause):
                     return deaths, None
                 died_at = min((death.time for death in deaths), default=None)
             else:
                 with deaths_watched(folder, job.num_processes) as death:
-                    deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
+                    deaths = self._run_torchrun(job, self._settings(job, rendezvous, attempt))
                 died_at = death.died_at
         return self._find_cause(folder, deaths, was_run), died_at
 
-    def _news_shared(self, job: Workers, meeting: Meeting, attempt: int) -> AbstractContextManager[None]:
+    def _news_shared(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> AbstractContextManager[None]:
         """Share news with the other machines during a block, and admit them to the attempt."""
         if self._group.is_alone:  # no other to inform, and its workers handle a stop during startup themselves
             return nullcontext()
-        watch = meeting.watch(attempt)
+        watch = rendezvous.watch(attempt)
         return news_shared(watch, job.folder, Admission(watch, self._fault).look, job.min_replicas is None)
 
     def _find_cause(self, folder: RunFolder, deaths: Sequence[ProcessDeath], was_run: bool) -> Cause:
         """How an attempt has ended on this machine. `was_run`: whether there was a run before it."""
         silent = find_silent(folder.outcomes_dir)
         cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir, silent)
-        if cause.weight is Weight.DEATH and (verdict := explain_hang(read_records(folder.outcomes_dir), silent)):
+        if cause.weight is Likelihood.DEATH and (verdict := explain_hang(read_records(folder.outcomes_dir), silent)):
             outcome = replace(cause.outcome, message=f"{cause.outcome.message}; {verdict}")
             cause = replace(cause, outcome=outcome)
         if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # with the ranks' reports
-            cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
-        elif deaths and cause.weight is Weight.NOTHING:
-            cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
-        elif cause.weight is Weight.NOTHING and self._was_left(folder):
-            cause = Cause(describe_silent(min(silent, default=0), folder.logs_dir), Weight.DEATH, time.time())
+            cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Likelihood.CAUSE, time.time())
+        elif deaths and cause.weight is Likelihood.NOTHING:
+            cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Likelihood.ECHO)
+        elif cause.weight is Likelihood.NOTHING and self._was_left(folder):
+            cause = Cause(describe_silent(min(silent, default=0), folder.logs_dir), Likelihood.DEATH, time.time())
         elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
         return cause
@@ -295,39 +295,39 @@ class Agent:
         has_first = 0 in folder.read_pids() and not self._group.lives_on
         return has_first and is_run(folder.path) and not folder.is_finished()
 
-    def _present(self, job: Workers, meeting: Meeting, attempt: int) -> Cause | None:
+    def _present(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> Cause | None:
         """Present this machine to the coordinator; None if it takes part in the attempt, else how that ends here."""
         health = examine_health(job.num_processes, job.folder.path)
-        condition = Condition.of(health, self._missing, self._fault)
-        answer = Admission(meeting.watch(attempt), self._fault).present(condition)
+        condition = MachineReport.of(health, self._missing, self._fault)
+        answer = Admission(rendezvous.watch(attempt), self._fault).present(condition)
         if answer.is_spare:
             logger.info("this machine is a spare: it takes the place of one that is lost")
-        elif answer.is_admitted and attempt and meeting.watch(attempt).was_spare(meeting.host):
+        elif answer.is_admitted and attempt and rendezvous.watch(attempt).was_spare(rendezvous.host):
             logger.info("this machine was a spare, and now takes the place of another one")
-        elif not answer.is_admitted and not answer.ends and not meeting.coordinates:
+        elif not answer.is_admitted and not answer.ends and not rendezvous.coordinates:
             logger.warning(f"this machine is left out: {answer.words}")
         return None if answer.is_admitted else answer.cause
 
-    def _keep(self, job: Workers, meeting: Meeting, attempt: int) -> list[ProcessDeath] | Cause:
+    def _keep(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> list[ProcessDeath] | Cause:
         """Keep the replicas of a job through an attempt; returns the deaths that have ended it.
 
         Of several machines, the coordinator keeps all replicas. Elsewhere the result is a Cause: how it ended is known
         there, or why it could not begin.
         """
         if self._group.is_alone:
-            return ReplicaKeeper(job, self._warm).run()
-        if meeting.coordinates:
+            return ReplicaSupervisor(job, self._warm).run()
+        if rendezvous.coordinates:
             if job.prepare is not None and (ending := job.prepare()) is not None:
-                return Cause(ending, Weight.NOTHING if ending.code == DONE else Weight.CAUSE, time.time())
+                return Cause(ending, Likelihood.NOTHING if ending.code == DONE else Likelihood.CAUSE, time.time())
             machines = Machines(self._address, job.num_machines - 1, job.folder.outcomes_dir)
-            keeper = ReplicaKeeper(job, self._warm, machines, meeting.group.min_nodes)
-            meeting.call(attempt, machines.call)
+            keeper = ReplicaSupervisor(job, self._warm, machines, rendezvous.group.min_nodes)
+            rendezvous.call(attempt, machines.call)
             return keeper.run()
-        while (call := meeting.await_call(attempt)) is not None and not Hand(job, self._warm, call).run():
+        while (call := rendezvous.await_call(attempt)) is not None and not NodeAgent(job, self._warm, call).run():
             time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
-        return Cause(Outcome(DONE), Weight.NOTHING, time.time())
+        return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
-    def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
+    def _settings(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> dict[str, Any]:
         """The rendezvous settings in torchrun's LaunchConfig."""
         group = self._group
         settings = {"min_nodes": group.min_nodes, "max_nodes": group.max_nodes, "run_id": f"echelon-{attempt}"}
@@ -335,7 +335,7 @@ class Agent:
             return settings | {"rdzv_backend": ALONE, "shutdown_timeout": _SHUTDOWN_SECONDS}
         return settings | {
             "rdzv_backend": TOGETHER,
-            "rdzv_endpoint": meeting.endpoint,
+            "rdzv_endpoint": rendezvous.endpoint,
             "rdzv_configs": {"is_host": 0, "last_call_timeout": _LAST_CALL_SECONDS, "join_timeout": _JOIN_SECONDS},
             "local_addr": group.name or self._address,
             # Workers that are stopped because a machine joins must save.

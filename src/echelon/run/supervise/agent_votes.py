@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LOST_SECONDS = 15.0
 """A machine without a heartbeat for this long is lost."""
 
-ROSTER_KEY = "roster"
+MEMBERS_KEY = "roster"
 """In the store of a meeting."""
 
 _BEAT_SECONDS = 1.0
@@ -52,7 +52,7 @@ class _Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Roster:
+class MemberList:
     """The machines of a job as the coordinator has last listed them: their names and addresses, its own first.
 
     `job`: a name of the job; `term`: how many coordinators were lost before.
@@ -63,17 +63,17 @@ class Roster:
     members: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def parse(text: bytes) -> "Roster":
+    def parse(text: bytes) -> "MemberList":
         """What the coordinator has stored."""
         fields = json.loads(text)
-        return Roster(fields["job"], fields["term"], tuple((host, address) for host, address in fields["members"]))
+        return MemberList(fields["job"], fields["term"], tuple((host, address) for host, address in fields["members"]))
 
-    def next(self) -> "Roster":
+    def next(self) -> "MemberList":
         """That of the next coordinator, which has listed nobody yet."""
-        return Roster(self.job, self.term + 1)
+        return MemberList(self.job, self.term + 1)
 
 
-class Meeting:
+class AgentRendezvous:
     """This machine's connection to the others. Every agent of a job creates one, for use by its main thread.
 
     A single machine uses a store within this process. Methods raise torch's DistError when the coordinator is gone.
@@ -85,16 +85,16 @@ class Meeting:
         name: str,
         restarts: Restarts,
         address: str = "",
-        roster: Roster | None = None,
+        member_list: MemberList | None = None,
         patience_seconds: float = _JOIN_SECONDS,
     ) -> None:
         """Wait until the coordinator listens, or raise LaunchError.
 
-        `name`: this machine's in messages; `address`: this machine's for the others. `roster`: where this meeting
+        `name`: this machine's in messages; `address`: this machine's for the others. `member_list`: where this meeting
         replaces that of a lost coordinator.
         """
         self.group = group
-        self.roster = roster or Roster(uuid.uuid4().hex)
+        self.member_list = member_list or MemberList(uuid.uuid4().hex)
         self._restarts = restarts
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"
         listener = None if group.is_alone else open_coordinator(group)
@@ -237,19 +237,19 @@ class Meeting:
             while not self._over.is_set():
                 store.set(f"beat/{self.host}", str(count := count + 1))
                 if self.coordinates:
-                    self.roster = self._list_members(store)
-                    store.set(ROSTER_KEY, json.dumps(asdict(self.roster)))
+                    self.member_list = self._list_members(store)
+                    store.set(MEMBERS_KEY, json.dumps(asdict(self.member_list)))
                 else:
-                    if store.check([ROSTER_KEY]):
-                        self.roster = Roster.parse(store.get(ROSTER_KEY))
+                    if store.check([MEMBERS_KEY]):
+                        self.member_list = MemberList.parse(store.get(MEMBERS_KEY))
                     limit_silence_of(self.group.port, LOST_SECONDS)  # every time, since torch opens new connections
                 self._over.wait(_BEAT_SECONDS)
 
-    def _list_members(self, store: _Store) -> Roster:
+    def _list_members(self, store: _Store) -> MemberList:
         """On the coordinator: the machines that do not stay silent, this one first."""
         known = [json.loads(line) for line in read_lines(store, "members")]
         here = [(host, address) for host, address in known if host == self.host or not self._silent(store, host)]
-        return replace(self.roster, members=tuple(sorted(here, key=lambda member: member[0] != self.host)))
+        return replace(self.member_list, members=tuple(sorted(here, key=lambda member: member[0] != self.host)))
 
 
 @dataclass(frozen=True)

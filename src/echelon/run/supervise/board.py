@@ -77,7 +77,7 @@ def split_member(member: str) -> tuple[str, int]:
     return start, int(index)
 
 
-class Board:
+class MembershipStore:
     """The store, by its keys. Every method returns at once, except those that say what they wait for."""
 
     def __init__(self, store: "Store") -> None:

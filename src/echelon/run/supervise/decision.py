@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from echelon.ground.hosts import HostGroup
-from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Likelihood, Outcome
 from echelon.run.supervise.restart import Restarts
 
 
@@ -156,6 +156,6 @@ class _Tally:
             return failure
         num_hosts = len(self.reports) + len(self.lost)
         silence = f"{len(self.lost)} of {num_hosts} machines stopped responding: {', '.join(self.lost)}"
-        if self.first.weight == Weight.CAUSE:
+        if self.first.weight == Likelihood.CAUSE:
             return replace(failure, message=f"{failure.message}; {silence}")
         return Outcome(FAILED, silence)

@@ -232,7 +232,7 @@ class Machines:
                 machine.line.close()
 
 
-class Hand:
+class NodeAgent:
     """Starts and ends the processes of this machine, as the keeper on another one says."""
 
     def __init__(self, job: Workers, warm: WarmStart | None, call: str) -> None:

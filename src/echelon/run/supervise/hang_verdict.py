@@ -25,7 +25,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Group:
+class WatchedGroup:
     """A process group: its name for the user, and its global ranks."""
 
     name: str
@@ -44,7 +44,7 @@ class HangRecord:
     rank: int
     place: str
     waits_in: str | None
-    groups: dict[str, Group]
+    groups: dict[str, WatchedGroup]
     collectives: list[Collective]
 
 
@@ -88,7 +88,7 @@ def _by_rank(records: Sequence[HangRecord], key: str) -> dict[int, dict[int, Col
     }
 
 
-def _find_mismatch(group: Group, entered: Mapping[int, Mapping[int, Collective]]) -> str:
+def _find_mismatch(group: WatchedGroup, entered: Mapping[int, Mapping[int, Collective]]) -> str:
     """Describe the first collective of a group that its members entered differently; empty if there is none."""
     for number in sorted({number for those in entered.values() for number in those}):
         here = {rank: those[number] for rank, those in sorted(entered.items()) if number in those}
@@ -110,7 +110,7 @@ def _describe(collective: Collective) -> str:
 
 def _find_missing(
     records: Sequence[HangRecord],
-    groups: Mapping[str, Group],
+    groups: Mapping[str, WatchedGroup],
     entered: Mapping[str, Mapping[int, Mapping[int, Collective]]],
 ) -> str:
     """Describe the collective that a rank never entered, if that rank does not itself wait for another."""
@@ -129,7 +129,7 @@ def _find_missing(
     return ""
 
 
-def _describe_entry(number: int, group: Group, entered: Mapping[int, Mapping[int, Collective]]) -> str:
+def _describe_entry(number: int, group: WatchedGroup, entered: Mapping[int, Mapping[int, Collective]]) -> str:
     """Return the name and the number of a collective, and its group."""
     name = next((those[number].name for those in entered.values() if number in those), "collective")
     return f"{name} {number} of group {group.name} (ranks {', '.join(map(str, group.ranks))})"

@@ -138,7 +138,7 @@ def is_peer_leaving(directory: Path) -> bool:
     return any(outcome.code in (REFUSED, STOPPED) and not outcome.secondary for outcome in read_outcomes(directory))
 
 
-class Weight(IntEnum):
+class Likelihood(IntEnum):
     """How likely an outcome is the cause: of several outcomes, the smallest weight caused the others."""
 
     CAUSE = 0
@@ -152,7 +152,7 @@ class Cause:
     """What ended a group of ranks, its weight, and when it happened (UTC seconds)."""
 
     outcome: Outcome
-    weight: Weight
+    weight: Likelihood
     time: float
 
 
@@ -178,25 +178,25 @@ def find_cause(
     cause = next((report for report in reports if not report.secondary), None)
     accident = _find_accident(deaths, math.inf if cause is None else cause.time)
     if accident is not None:
-        return Cause(_describe_death(accident, logs_dir), Weight.CAUSE, accident.time)
+        return Cause(_describe_death(accident, logs_dir), Likelihood.CAUSE, accident.time)
     if cause is not None:
-        return Cause(Outcome(cause.code, cause.message, cause.final), Weight.CAUSE, cause.time)
+        return Cause(Outcome(cause.code, cause.message, cause.final), Likelihood.CAUSE, cause.time)
     reported = {report.rank for report in reports}
     unexplained = [death for death in deaths if death.exit_code < 0 or death.rank not in reported]
     if unexplained:
         first = min(unexplained, key=lambda death: _rank_death(death, logs_dir))
-        return Cause(_describe_death(first, logs_dir), Weight.DEATH, first.time)
+        return Cause(_describe_death(first, logs_dir), Likelihood.DEATH, first.time)
     if reports:
         gone = sorted(set(silent) - {death.rank for death in deaths})
         return _describe_echo(reports[0], gone, logs_dir)
-    return Cause(Outcome(DONE), Weight.NOTHING, time.time())
+    return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
 
 def _describe_echo(report: RankOutcome, gone: Sequence[int], logs_dir: Path) -> Cause:
     """The cause if all reports only mean that a peer is gone. `gone`: ranks that exited with code 0 and no report."""
     if not gone:
-        return Cause(Outcome(report.code, report.message), Weight.ECHO, report.time)
-    return Cause(describe_silent(gone[0], logs_dir), Weight.DEATH, report.time)
+        return Cause(Outcome(report.code, report.message), Likelihood.ECHO, report.time)
+    return Cause(describe_silent(gone[0], logs_dir), Likelihood.DEATH, report.time)
 
 
 def describe_silent(rank: int, logs_dir: Path) -> Outcome:

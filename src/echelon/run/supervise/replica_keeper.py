@@ -12,7 +12,7 @@ from echelon.ground.launch_environment import replica_environment
 from echelon.ground.sockets import host_store, listen_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
-from echelon.run.supervise.board import Board, Change, View, name_member
+from echelon.run.supervise.board import Change, MembershipStore, View, name_member
 from echelon.run.supervise.hands import Machines, RemoteWorker
 from echelon.run.supervise.outcome import FAILED, ProcessDeath, describe_ending, find_silent, read_outcomes
 from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
@@ -82,7 +82,7 @@ class _Replica:
             process.wait()
 
 
-class ReplicaKeeper:
+class ReplicaSupervisor:
     """Runs one attempt of a job whose replicas may be lost one by one."""
 
     def __init__(
@@ -101,7 +101,7 @@ class ReplicaKeeper:
         listener = listen_at(self._address, 0)
         assert listener is not None, "this machine has this address"
         self._store = host_store(listener, _STORE_SECONDS)
-        self._board = Board(self._store)
+        self._board = MembershipStore(self._store)
         self._running: dict[int, _Replica] = {}
         self._view: View | None = None
         self._changes: list[Change] = []

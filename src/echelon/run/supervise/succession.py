@@ -23,7 +23,7 @@ from echelon.ground.hosts import HostGroup
 from echelon.ground.sockets import answers_as_store
 from echelon.ground.stored import read_as, write_json, write_text
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.agent_votes import ROSTER_KEY, Meeting, Roster, read_lines
+from echelon.run.supervise.agent_votes import MEMBERS_KEY, AgentRendezvous, MemberList, read_lines
 from echelon.run.supervise.decision import Decision
 from echelon.run.supervise.outcome import FAILED, Outcome
 from echelon.run.supervise.restart import Restarts
@@ -67,10 +67,10 @@ class Claim:
 class Fence:
     """On a coordinator: ends this machine's part of the job when another one has taken over."""
 
-    def __init__(self, meeting: Meeting, folder: RunFolder) -> None:
+    def __init__(self, rendezvous: AgentRendezvous, folder: RunFolder) -> None:
         self.successor: str | None = None
         """The machine that has taken over."""
-        self._roster, self._folder = meeting.roster, folder
+        self._roster, self._folder = rendezvous.member_list, folder
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="fence", daemon=True).start()
 
@@ -107,14 +107,14 @@ def _is_coordinated(claim: Claim) -> bool:
                 return False
         patience = timedelta(seconds=_ANSWER_SECONDS)
         store = TCPStore(claim.address, claim.port, timeout=patience, wait_for_workers=False)
-        return store.check([ROSTER_KEY]) and Roster.parse(store.get(ROSTER_KEY)).job == claim.job
+        return store.check([MEMBERS_KEY]) and MemberList.parse(store.get(MEMBERS_KEY)).job == claim.job
     except (OSError, ValueError, OverflowError, DistError):  # the file may name no address
         return False
 
 
 def succeed(
-    lost: Meeting, address: str, restarts: Restarts, folder: RunFolder, least: int, step: int | None
-) -> tuple[Meeting, Decision] | None:
+    lost: AgentRendezvous, address: str, restarts: Restarts, folder: RunFolder, least: int, step: int | None
+) -> tuple[AgentRendezvous, Decision] | None:
     """Agree with the other machines on a coordinator instead of a lost one; returns the meeting there.
 
     None without restarts, and if this machine is not among enough others: more than half of the machines that the lost
@@ -127,39 +127,45 @@ def succeed(
     """
     from torch.distributed import DistError
 
-    group, roster = lost.group, lost.roster
-    others = roster.members[1:]
-    enough = max(len(roster.members) // 2 + 1, least)
+    group, member_list = lost.group, lost.member_list
+    others = member_list.members[1:]
+    enough = max(len(member_list.members) // 2 + 1, least)
     is_known = any(host == lost.host for host, _ in others)
     if lost.coordinates or not group.shares_files or not is_known or len(others) < enough or not restarts.limit:
         return None
-    logger.warning(f"the coordinator {roster.members[0][0]} is lost; this machine looks for another one")
+    logger.warning(f"the coordinator {member_list.members[0][0]} is lost; this machine looks for another one")
     for host, where in others:
-        meeting, is_own = None, host == lost.host
+        rendezvous, is_own = None, host == lost.host
         try:
             place = replace(group, host=where, coordinates=is_own)
-            meeting = Meeting(place, platform.node(), restarts, address, roster.next(), _FIND_SECONDS)
+            rendezvous = AgentRendezvous(place, platform.node(), restarts, address, member_list.next(), _FIND_SECONDS)
             if is_own:
                 hosts = {other for other, _ in others}
-                decision = _take_over(meeting, lost.host, hosts, enough, folder, restarts, step)
+                decision = _take_over(rendezvous, lost.host, hosts, enough, folder, restarts, step)
             else:
-                decision = _follow(meeting, lost.host)
+                decision = _follow(rendezvous, lost.host)
             if decision is not None:
-                return meeting, decision
+                return rendezvous, decision
         except (LaunchError, DistError) as error:
             logger.debug(f"{host} does not take over: {error}")
-        if meeting is not None:
-            meeting.close()
+        if rendezvous is not None:
+            rendezvous.close()
         if is_own:
             break
     return None
 
 
 def _take_over(
-    meeting: Meeting, own: str, hosts: set[str], enough: int, folder: RunFolder, restarts: Restarts, step: int | None
+    rendezvous: AgentRendezvous,
+    own: str,
+    hosts: set[str],
+    enough: int,
+    folder: RunFolder,
+    restarts: Restarts,
+    step: int | None,
 ) -> Decision | None:
     """Wait for enough machines, and decide for all; None if they do not come."""
-    store = meeting.watch(0).store
+    store = rendezvous.watch(0).store
     store.append(_SUPPORT, f"{own}\n")
     began = enough_since = time.monotonic()
     while True:
@@ -172,22 +178,28 @@ def _take_over(
         time.sleep(_LOOK_SECONDS)
     if len(here) < enough:
         return None
-    if meeting.group.lives_on:  # its keeper goes on with the machines that are there
-        meeting.group = replace(meeting.group, min_nodes=min(len(here), meeting.group.min_nodes))
-    claim = Claim(meeting.roster.job, meeting.roster.term, meeting.host, meeting.group.host, meeting.group.port)
+    if rendezvous.group.lives_on:  # its keeper goes on with the machines that are there
+        rendezvous.group = replace(rendezvous.group, min_nodes=min(len(here), rendezvous.group.min_nodes))
+    claim = Claim(
+        rendezvous.member_list.job,
+        rendezvous.member_list.term,
+        rendezvous.host,
+        rendezvous.group.host,
+        rendezvous.group.port,
+    )
     with suppress(OSError):  # the disk may be full; the lock of the folder still keeps the old coordinator out
         write_json(folder.claim_path, asdict(claim))
     time.sleep(2 * _CLAIM_SECONDS)  # the old coordinator, if it still runs, stops meanwhile
-    failure = Outcome(FAILED, f"the coordinator was lost; {meeting.host} has taken over, with {len(here)} machines")
+    failure = Outcome(FAILED, f"the coordinator was lost; {rendezvous.host} has taken over, with {len(here)} machines")
     ending = restarts.refuse(failure, step)
     decision = Decision(ending is None, FAILED, (ending or failure).message, restarts.done, step)
     store.set(_INHERITED, json.dumps(asdict(decision)))
     return decision
 
 
-def _follow(meeting: Meeting, own: str) -> Decision | None:
+def _follow(rendezvous: AgentRendezvous, own: str) -> Decision | None:
     """Support another machine, and wait for its decision; None if it does not take over."""
-    store = meeting.watch(0).store
+    store = rendezvous.watch(0).store
     store.append(_SUPPORT, f"{own}\n")
     deadline = time.monotonic() + _FIND_SECONDS + _SETTLE_SECONDS
     while not store.check([_INHERITED]):

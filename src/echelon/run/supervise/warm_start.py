@@ -132,7 +132,7 @@ def start_worker(argv: Sequence[str], env: Mapping[str, str], warm: WarmStart | 
     return worker or subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-class Ending(Protocol):
+class WorkerEnding(Protocol):
     """What ends a worker, which may be on another machine."""
 
     def poll(self) -> int | None:
@@ -145,7 +145,7 @@ class Ending(Protocol):
         """End it with SIGKILL."""
 
 
-def end_workers(workers: Sequence[Ending], folder: RunFolder) -> None:
+def end_workers(workers: Sequence[WorkerEnding], folder: RunFolder) -> None:
     """End the workers that still run: they notice that the job has failed; what does not exit is killed."""
     running = [worker for worker in workers if worker.poll() is None]
     if running:

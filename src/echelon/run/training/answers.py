@@ -18,7 +18,7 @@ from echelon.learn.distributed.objects import gather_objects
 from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
-    from echelon.learn.answers.judging import Judge
+    from echelon.learn.answers.judging import AnswerJudge
     from echelon.learn.learner import Learner
 
 
@@ -109,7 +109,7 @@ def pack(learner: "Learner", drawn: Drawn) -> dict[str, Any]:
     return {"step": drawn.step, "answers": base64.b64encode(buffer.getvalue()).decode("ascii")}
 
 
-def unpack(learner: "Learner", judge: "Judge", saved: Mapping[str, Any]) -> Drawn | None:
+def unpack(learner: "Learner", judge: "AnswerJudge", saved: Mapping[str, Any]) -> Drawn | None:
     """Return this rank's share of what `pack` returned; None if it is of another batch size, or nothing was saved.
 
     Raises:

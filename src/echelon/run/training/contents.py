@@ -10,7 +10,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines import Engine
 from echelon.learn.sync import Synchronizer
-from echelon.learn.sync.synchronizer import Fill
+from echelon.learn.sync.synchronizer import StateFill
 from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.training.bad_steps import StepJudge
 from echelon.run.training.state import SavedState, TrainState
@@ -50,7 +50,7 @@ class RunContents:
             "loop": self.loop.describe(),
         }
 
-    def load(self, state: dict[str, Any], fill: Fill) -> SavedState:
+    def load(self, state: dict[str, Any], fill: StateFill) -> SavedState:
         """Load a checkpoint into every part; return its content that is not a tensor.
 
         `state`: that content, as JSON values. `fill`: fills tensors from the checkpoint.

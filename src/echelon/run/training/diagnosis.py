@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.learn.data.loader import StepBatch
 from echelon.learn.distributed.objects import gather_objects
-from echelon.learn.engines.engine import Finding
+from echelon.learn.engines.engine import NonFinite
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner
@@ -25,7 +25,7 @@ class Diagnosis:
         num_samples: the number of all such samples.
     """
 
-    finding: Finding | None
+    finding: NonFinite | None
     ranks: tuple[int, ...]
     world_size: int
     sample_ids: tuple[int, ...]
@@ -59,14 +59,14 @@ def diagnose(learner: "Learner", batch: StepBatch) -> Diagnosis:
     """Rerun this rank's batch of a bad step, one microbatch at a time, with every layer checked. Collective."""
     batch = batch.to(learner.device)
     num_targets = learner.count_targets(batch).shared.clamp(min=1)
-    found: list[tuple[Finding | None, list[int]]] = []
+    found: list[tuple[NonFinite | None, list[int]]] = []
     for microbatch in batch.microbatches:
         finding = learner.engine.find_nonfinite(batch.step, microbatch, num_targets, learner.objective)
         found.append((finding, microbatch.sample_ids.tolist()))
     return merge_findings(gather_objects(found, learner.meshes.everyone))
 
 
-def merge_findings(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:
+def merge_findings(everyone: list[list[tuple[NonFinite | None, list[int]]]]) -> Diagnosis:
     """Merge the findings of all ranks and microbatches into one diagnosis."""
     entries = [(rank, finding, ids) for rank, found in enumerate(everyone) for finding, ids in found]
     findings = [(finding, rank) for rank, finding, _ in entries if finding is not None]

@@ -21,7 +21,7 @@ from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
 if TYPE_CHECKING:
-    from echelon.learn.answers.judging import Judge
+    from echelon.learn.answers.judging import AnswerJudge
     from echelon.learn.benchmarks.harness import TaskScores
     from echelon.learn.learner import Learner
     from echelon.run.training.benchmarks import Benchmarks
@@ -45,7 +45,7 @@ class Evaluations:
     sampler: PromptSampler | None
     accounting: Accounting
     stop: StopRequest
-    judge: "Judge | None" = None
+    judge: "AnswerJudge | None" = None
     """What evaluates a recipe with rewards."""
     benchmarks: "Benchmarks | None" = None
     """What runs `evaluate.tasks`."""
@@ -88,7 +88,7 @@ class Evaluations:
     ) -> "tuple[EvalResults | None, TaskScores | None] | None":
         """Do what is due after a step, and write it once all is known; None if the run is asked to stop before."""
         self.accounting.note("evaluation", step)
-        beat = partial(self.accounting.heart.beat, f"the evaluation after step {step}")
+        beat = partial(self.accounting.heartbeat.beat, f"the evaluation after step {step}")
         beat()
         results, texts, scores = None, None, None
         began = time.perf_counter()
@@ -101,7 +101,7 @@ class Evaluations:
                     texts = self._sample(beat)
                 if tasks_are_due and self.benchmarks is not None:
                     began = time.perf_counter()
-                    with self.accounting.heart.resting_together():  # lm-eval works long between two passes
+                    with self.accounting.heartbeat.resting_together():  # lm-eval works long between two passes
                         scores = self.benchmarks.run(self._look)
             except Interrupted:
                 return None
@@ -156,7 +156,7 @@ def build_evaluations(
     sampler: PromptSampler | None,
     accounting: Accounting,
     stop: StopRequest,
-    judge: "Judge | None" = None,
+    judge: "AnswerJudge | None" = None,
 ) -> Evaluations | None:
     """Build the evaluations of a run, if there is held-out text or a benchmark."""
     benchmarks = None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from echelon.ground.stored import write_json
 from echelon.learn.distributed.traffic import name_group
-from echelon.run.supervise.hang_verdict import Collective, Group, HangRecord, find_record_path
+from echelon.run.supervise.hang_verdict import Collective, HangRecord, WatchedGroup, find_record_path
 
 _TORCH = Path(torch.__file__).parent
 # Backward passes wait for collectives in C++, and the host for a GPU in its events and streams.
@@ -38,11 +38,11 @@ def write_record(outcomes_dir: Path, rank: int, frame: FrameType | None = None) 
     `frame`: where the rank's code stood as it lost a peer; by default, the rank waits, where its main thread is.
     """
     names: dict[str, str] = {}
-    groups: dict[str, Group] = {}
+    groups: dict[str, WatchedGroup] = {}
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)
         names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
-        groups[names[name]] = Group(name_group(group), ranks)
+        groups[names[name]] = WatchedGroup(name_group(group), ranks)
     collectives, unfinished = _list_collectives(names)
     if collectives and frame is not None and _find_wait(frame) is None:
         # The rank waited for a collective itself. It failed with the peer, and torch counts it as over.

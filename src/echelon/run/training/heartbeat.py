@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from echelon.run.training.waiting_peers import Peers
+from echelon.run.training.waiting_peers import WaitingPeers
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Heartbeat:
         self,
         limit_seconds: float | Literal["auto"] | None = None,
         on_timeout: Callable[[str, float], None] = lambda what, seconds: None,
-        peers: Peers | None = None,
+        peers: WaitingPeers | None = None,
     ) -> None:
         """`on_timeout` is called in a thread, and must not return.
 

@@ -11,7 +11,7 @@ from echelon.learn.data.loader import StepBatch
 from echelon.run.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from echelon.learn.answers.judging import Judge
+    from echelon.learn.answers.judging import AnswerJudge
     from echelon.learn.learner import CountedSums, Learner
 
 _EVALUATIONS, _SAVES = ("evaluation",), ("checkpoint", "snapshot")
@@ -24,7 +24,7 @@ class LoopRun:
     1 in rows and names of checkpoints.
     """
 
-    def __init__(self, trainer: Trainer, judge: "Judge | None" = None) -> None:
+    def __init__(self, trainer: Trainer, judge: "AnswerJudge | None" = None) -> None:
         self._trainer = trainer
         self.judge = judge
         """Gives the prompts of the recipe, and judges answers by its rewards; None for a recipe without any."""
@@ -97,7 +97,7 @@ class LoopRun:
 
     def beat(self, activity: str) -> None:
         """Report progress within a step, and the activity that begins. A verdict about a hang names it."""
-        self._trainer.accounting.heart.beat(activity)
+        self._trainer.accounting.heartbeat.beat(activity)
 
     def event(self, name: str, **fields: Any) -> None:
         """Append a line to events.jsonl, from rank 0 alone. Raises OSError if that fails."""
@@ -132,6 +132,6 @@ class LoopRun:
         self._trainer.do_due(step, _SAVES)
 
 
-def run_loop(loop: "Callable[[Learner, LoopRun], None]", judge: "Judge | None", trainer: Trainer) -> None:
+def run_loop(loop: "Callable[[Learner, LoopRun], None]", judge: "AnswerJudge | None", trainer: Trainer) -> None:
     """Run a loop of the user's own with what the trainer has. Collective."""
     loop(trainer.train_step.learner, LoopRun(trainer, judge))

@@ -8,7 +8,7 @@ from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.run.training.evaluations import Evaluations
 from echelon.run.training.pass_comparison import OddPass, compare_passes, describe_passes
-from echelon.run.training.replicas import Difference, compare_replicas, describe_differences
+from echelon.run.training.replicas import ReplicaDifference, compare_replicas, describe_differences
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
@@ -119,7 +119,7 @@ class Pauses:
         if found := compare_passes(self.learner, step):
             self._give_up("passes_differ", step, found, describe_passes(found, step))
 
-    def _give_up(self, event: str, step: int, found: Sequence[Difference | OddPass], message: str) -> NoReturn:
+    def _give_up(self, event: str, step: int, found: Sequence[ReplicaDifference | OddPass], message: str) -> NoReturn:
         """Write an event for each difference, and raise TrainingError. Collective."""
         self.saver.wait()  # the pending save was compared before it began
         for difference in found:

@@ -17,7 +17,7 @@ from echelon.run.training.trainer import Trainer
 
 
 @dataclass
-class Held:
+class HeldState:
     """The state of a run between two views, beside its tensors, which are in the engine.
 
     Attributes:
@@ -37,7 +37,7 @@ class Held:
     is_whole: bool = True
 
 
-def hold(trainer: Trainer) -> Held:
+def hold(trainer: Trainer) -> HeldState:
     """Return what this replica holds after its group has ended. Not collective."""
     step, accounting = trainer.train_step, trainer.accounting
     judge = step.judge.state_dict()
@@ -48,10 +48,10 @@ def hold(trainer: Trainer) -> Held:
         sync=step.sync.state_dict(),
     )
     owes_save = trainer.owes_save or trainer.saver.store.is_saving
-    return Held(saved, trainer.owes_pause, owes_save, tuple(accounting.latest), trainer.stop.agreed)
+    return HeldState(saved, trainer.owes_pause, owes_save, tuple(accounting.latest), trainer.stop.agreed)
 
 
-def heal(contents: RunContents, held: Held | None) -> Held | None:
+def heal(contents: RunContents, held: HeldState | None) -> HeldState | None:
     """Give every replica the state of one that has it; return it, or None if none has. Collective.
 
     Tensors are sent only if a replica lacks them or has those of another step: then each gets the same bits, each
@@ -93,7 +93,7 @@ def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_server
     return everyone.index(max(known)) if known else None
 
 
-def _give_up(held: Held | None, step: int) -> None:
+def _give_up(held: HeldState | None, step: int) -> None:
     """Say that what a replica holds is no longer whole, if the state after a later step is about to overwrite it."""
     if held is not None and held.saved.train.step < step:
         held.is_whole = False

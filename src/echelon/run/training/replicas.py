@@ -25,7 +25,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """Ranks whose weights differ from their replicas.
 
     Attributes:
@@ -60,7 +60,7 @@ def describe_replicas(plan: ParallelPlan) -> str:
     return f"replicas: {copies} copies of each weight are compared"
 
 
-def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Difference]:
+def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[ReplicaDifference]:
     """Compare all copies of each weight; return the differences, the same on every rank. Collective.
 
     Copies are along dp_replicate, and along every other axis that does not shard the tensor. Each rank sends two
@@ -76,7 +76,8 @@ def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Diff
         return []
     all_names = gather_objects(names, meshes.everyone)  # other pipeline stages have other names
     return [
-        Difference(odd, copies, all_names[copies[0]][differing[0]], len(differing)) for odd, copies, differing in found
+        ReplicaDifference(odd, copies, all_names[copies[0]][differing[0]], len(differing))
+        for odd, copies, differing in found
     ]
 
 
@@ -136,7 +137,7 @@ def _decode(code: int) -> tuple[str, ...]:
     return tuple(axis for place, axis in enumerate(_COPYING_AXES) if code >> place & 1)
 
 
-def describe_differences(differences: list[Difference], step: int) -> str:
+def describe_differences(differences: list[ReplicaDifference], step: int) -> str:
     """Return the message for a run that ends after this step because replicas differ."""
     return (
         f"after step {step}: {'; '.join(difference.describe() for difference in differences)}. Nothing was saved "

@@ -21,7 +21,7 @@ from echelon.run.training.answers import Drawn, add_up, choose_sampling, compare
 from echelon.run.training.loop_run import LoopRun
 
 if TYPE_CHECKING:
-    from echelon.learn.answers.judging import Judge, Judging
+    from echelon.learn.answers.judging import AnswerJudge, Judging
     from echelon.learn.data.loader import StepBatch
     from echelon.learn.learner import CountedSums, Learner
 
@@ -53,7 +53,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
     judging = None if ahead is None else judge.ask(ahead.rollouts, ahead.prompts)
     run.keep(lambda: {} if ahead is None else pack(learner, ahead))
     for step in run.steps():
-        clock = _Clock(run)
+        clock = _PartClock(run)
         if ahead is not None and ahead.step == step:
             drawn = ahead
         else:
@@ -80,7 +80,7 @@ def train_from_rewards(learner: "Learner", run: LoopRun) -> None:
 
 
 def _draw(
-    learner: "Learner", judge: "Judge", step: int, clock: "_Clock", asks: bool = True
+    learner: "Learner", judge: "AnswerJudge", step: int, clock: "_PartClock", asks: bool = True
 ) -> "tuple[Drawn, Judging | None]":
     """Answer this rank's prompts of a step, and score the answers. `asks`: have them judged meanwhile. Collective."""
     with clock.timing("sample"):
@@ -236,7 +236,7 @@ def _show(learner: "Learner", rollouts: Rollouts, judged: Rewarded) -> Iterator[
 
 
 @dataclass
-class _Clock:
+class _PartClock:
     """The seconds of each part of a step."""
 
     run: LoopRun

@@ -30,7 +30,7 @@ class BadStep(Exception):
 
 
 @dataclass(frozen=True)
-class Recovery:
+class BadStepHandler:
     """Handles bad steps according to the recipe's `fault`."""
 
     fault: FaultConfig

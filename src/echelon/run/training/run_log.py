@@ -34,13 +34,13 @@ class Accounting:
         log_every: int,
         find_mfu: Callable[[float], float | None],
         goodput: GoodputTracker,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         journal: "Journal | None" = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """`find_mfu`: returns the MFU at a number of tokens per second over all ranks; None if unknown."""
         self.goodput = goodput
-        self.heart = heart
+        self.heartbeat = heartbeat
         self.journal = journal
         self._callbacks = callbacks if journal is not None else ()
         self._device = device
@@ -57,7 +57,7 @@ class Accounting:
     def begin(self, step: int) -> None:
         """Record that training starts or continues after this many steps."""
         self.goodput.turn("training")
-        self.heart.beat(f"step {step + 1}")
+        self.heartbeat.beat(f"step {step + 1}")
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -80,7 +80,7 @@ class Accounting:
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
         """Record the next finished step; return its duration in seconds."""
-        self.heart.step(metrics.step + 2)
+        self.heartbeat.step(metrics.step + 2)
         seconds, self._mark = finished.seconds_since(self._mark), finished
         self.goodput.move("training", "data", metrics.data_wait_seconds)
         if not metrics.committed:
@@ -129,7 +129,7 @@ class Accounting:
         if self.journal is not None:
             self.journal.evaluation(row)
             self.journal.note("evaluated", row["step"])
-            with self.heart.resting():  # a callback may run an evaluation of its own
+            with self.heartbeat.resting():  # a callback may run an evaluation of its own
                 self._tell("on_evaluation", row)
 
     def tell_start(self, step: int) -> None:
@@ -153,13 +153,13 @@ class Accounting:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Scope of a save: its time counts as saving, and the heartbeat does not limit it."""
-        with self.goodput.spending("saving"), self.heart.resting_together():
+        with self.goodput.spending("saving"), self.heartbeat.resting_together():
             yield
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
         """Scope of a return to a checkpoint: its time counts as recovering, and the heartbeat does not limit it."""
-        with self.goodput.spending("recovering"), self.heart.resting_together():
+        with self.goodput.spending("recovering"), self.heartbeat.resting_together():
             yield
 
     def event(self, name: str, **fields: Any) -> None:

@@ -100,7 +100,7 @@ class Saver:
         started = time.monotonic()
         self._accounting.goodput.turn("saving")
         self._accounting.goodput.stop()
-        with self._accounting.heart.resting_together():
+        with self._accounting.heartbeat.resting_together():
             self.save(state)
             self._await_whole(state)
         if cause in LIMITS:

@@ -14,7 +14,7 @@ from echelon.learn.distributed.membership import ViewChanged
 from echelon.run.training.metrics import PendingMetrics
 from echelon.run.training.pauses import WORKS, Due, Pauses
 from echelon.run.training.profiler import Recorder
-from echelon.run.training.rollback import BadStep, Recovery
+from echelon.run.training.rollback import BadStep, BadStepHandler
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 from echelon.run.training.straggler import StragglerWatch
@@ -33,7 +33,7 @@ class Trainer:
     accounting: Accounting
     pauses: Pauses
     saver: "Saver"
-    recovery: Recovery
+    recovery: BadStepHandler
     state: TrainState
     recorder: Recorder
     stragglers: StragglerWatch

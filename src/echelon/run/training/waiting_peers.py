@@ -15,7 +15,7 @@ _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
-class Peers:
+class WaitingPeers:
     """The ranks that write to the same folder: `resting-N` while rank N rests, `late-N` and `hanging-N` in a hang.
 
     Errors of the file system are ignored: the ranks then know nothing about each other.

@@ -33,7 +33,7 @@ MEASURE_SECONDS = 10.0
 _CLOCK_REPEATS = 5
 
 
-class Probe:
+class ProbeProcess:
     """A process on one machine that answers requests. Raises LaunchError with the reason if it does not."""
 
     def __init__(self, host: str, argv: Sequence[str]) -> None:
@@ -113,19 +113,19 @@ def probe_script(launch: LaunchConfig, workdir: Path) -> str:
 
 
 @contextmanager
-def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dict[str, Probe]]:
+def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dict[str, ProbeProcess]]:
     """Start a probe on each host; they end with the block."""
-    probes: dict[str, Probe] = {}
+    probes: dict[str, ProbeProcess] = {}
     try:
         for host in hosts:
-            probes[host] = Probe(host, ssh.command(host, ["bash", "-c", script]))
+            probes[host] = ProbeProcess(host, ssh.command(host, ["bash", "-c", script]))
         yield probes
     finally:
         for probe in probes.values():
             probe.close()
 
 
-def examine(probes: Mapping[str, Probe], port: int, interface: str | None, seen: str | None) -> Examination:
+def examine(probes: Mapping[str, ProbeProcess], port: int, interface: str | None, seen: str | None) -> Examination:
     """Run all checks. Disjoint pairs are measured at the same time."""
     hosts = tuple(probes)
     words = {"hosts": hosts, "port": port, "interface": interface, "seen": seen}
@@ -147,7 +147,7 @@ def examine(probes: Mapping[str, Probe], port: int, interface: str | None, seen:
 
 
 def _measure_pairs(
-    probes: Mapping[str, Probe],
+    probes: Mapping[str, ProbeProcess],
     facts: Mapping[str, Any],
     hosts: Sequence[str],
     bad: Set[tuple[str, ...]],
@@ -169,7 +169,7 @@ def _measure_pairs(
     return pairs
 
 
-def measure_here(start: Callable[[str], Probe]) -> Speed:
+def measure_here(start: Callable[[str], ProbeProcess]) -> Speed:
     """The speed of two processes of this machine, which `start` starts. Raises LaunchError where they do not work."""
     names = ("first", "second")
     probes = {name: start(name) for name in names}
@@ -204,7 +204,7 @@ def _successes(answers: Mapping[str, Any]) -> dict[str, Any]:
     return {host: answer for host, answer in answers.items() if not isinstance(answer, LaunchError)}
 
 
-def _find_offset(probe: Probe) -> float:
+def _find_offset(probe: ProbeProcess) -> float:
     """How many seconds its clock is ahead of this machine's, from the fastest of several answers."""
     best = (float("inf"), 0.0)
     for _ in range(_CLOCK_REPEATS):
@@ -216,7 +216,7 @@ def _find_offset(probe: Probe) -> float:
 
 
 def _find_blocked(
-    probes: Mapping[str, Probe], facts: Mapping[str, Any], there: Sequence[str], port: int
+    probes: Mapping[str, ProbeProcess], facts: Mapping[str, Any], there: Sequence[str], port: int
 ) -> dict[Pair, dict[str, str]]:
     def connect(host: str) -> dict[str, Any]:
         targets: dict[str, list[Any]] = {}
@@ -240,7 +240,11 @@ def _find_blocked(
 
 
 def _measure_apart(
-    probes: Mapping[str, Probe], facts: Mapping[str, Any], groups: Sequence[tuple[str, ...]], tag: str, backend: str
+    probes: Mapping[str, ProbeProcess],
+    facts: Mapping[str, Any],
+    groups: Sequence[tuple[str, ...]],
+    tag: str,
+    backend: str,
 ) -> dict[tuple[str, ...], Speed | str]:
     """The speeds of disjoint groups, measured at the same time over gloo or nccl."""
     places = {host: (group, rank) for group in groups for rank, host in enumerate(group)}

@@ -22,7 +22,7 @@ from echelon.planner.hardware.gpu_check import count_expected, count_visible, ex
 from echelon.planner.hardware.gpu_health import read_gpu_health
 from echelon.planner.hardware.health import free_memory_bytes
 from echelon.run.folder.environment import find_version
-from echelon.tools.doctor.link_probe import Probe, measure_here
+from echelon.tools.doctor.link_probe import ProbeProcess, measure_here
 from echelon.tools.doctor.verdict import Finding
 
 REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}
@@ -159,7 +159,7 @@ def _judge_efa() -> Iterator[Finding]:
 def _judge_gloo() -> Finding:
     command = [sys.executable, "-m", "echelon.tools.doctor.network"]
     try:
-        speed = measure_here(lambda name: Probe(name, command))
+        speed = measure_here(lambda name: ProbeProcess(name, command))
     except LaunchError as error:
         return Finding(
             "gloo", f"two processes on this machine cannot run an all-reduce: {error}", "check that `lo` is up"

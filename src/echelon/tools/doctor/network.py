@@ -37,7 +37,7 @@ _FIRST_BYTES, _LARGEST_BYTES, _GROWTH = 2**16, 2**25, 8
 _ENOUGH_SECONDS = 0.25
 
 
-class Machine:
+class CheckedMachine:
     """This machine during the checks. It listens on the port that training will use."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ def _answers_alone() -> Iterator[TextIO]:
 
 def main() -> None:
     """Answer requests until stdin is closed."""
-    machine = Machine()
+    machine = CheckedMachine()
     with _answers_alone() as answers:
         for line in sys.stdin:
             request = json.loads(line)

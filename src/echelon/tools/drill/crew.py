@@ -18,8 +18,8 @@ from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
 from echelon.launch.ssh_launcher import check_machines, meeting_options
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
-from echelon.tools.drill.faults import Fault
-from echelon.tools.drill.trial import Job, Process, Trial
+from echelon.tools.drill.faults import InjectedFault
+from echelon.tools.drill.trial import Process, RunningCommand, Trial
 
 # Longer than a machine may be silent before the others count it as lost.
 _CUT_SECONDS, _SLOW_SECONDS = 30, 10
@@ -186,7 +186,7 @@ class CrewTrial(Trial):
             self.crew.ssh.run(host, ["bash", "-c", "\n".join(lines)])
 
 
-def _on(act: Callable[[CrewTrial, str], None], number: int, job: Job) -> None:
+def _on(act: Callable[[CrewTrial, str], None], number: int, job: RunningCommand) -> None:
     trial = job.trial
     assert isinstance(trial, CrewTrial)
     act(trial, trial.crew.hosts[number])
@@ -197,19 +197,19 @@ def _shape(shape: str, seconds: int, trial: CrewTrial, host: str) -> None:
 
 
 MACHINE_FAULTS = (
-    Fault("a rank killed", partial(_on, CrewTrial.kill_rank, -1), loses_rank=True),
-    Fault("an agent killed", partial(_on, CrewTrial.kill_agent, -1), loses_rank=True, loses_machine=True),
-    Fault("a machine lost", partial(_on, CrewTrial.kill_all, -1), loses_rank=True, loses_machine=True),
-    Fault("the first machine lost", partial(_on, CrewTrial.kill_all, 0), loses_rank=True, loses_machine=True),
+    InjectedFault("a rank killed", partial(_on, CrewTrial.kill_rank, -1), loses_rank=True),
+    InjectedFault("an agent killed", partial(_on, CrewTrial.kill_agent, -1), loses_rank=True, loses_machine=True),
+    InjectedFault("a machine lost", partial(_on, CrewTrial.kill_all, -1), loses_rank=True, loses_machine=True),
+    InjectedFault("the first machine lost", partial(_on, CrewTrial.kill_all, 0), loses_rank=True, loses_machine=True),
 )
 """Each on the last machine, or the first one, which is the rendezvous."""
 
 LINK_FAULTS = (
-    Fault(
+    InjectedFault(
         f"a link cut for {_CUT_SECONDS} s", partial(_on, partial(_shape, "cut", _CUT_SECONDS), -1), loses_rank=True,
         loses_machine=True, idle_seconds=_CUT_SECONDS,
     ),
-    Fault(
+    InjectedFault(
         "a slow link", partial(_on, partial(_shape, "slow", _SLOW_SECONDS), -1), starts=1, idle_seconds=_SLOW_SECONDS,
     ),
 )  # fmt: skip

@@ -14,9 +14,9 @@ from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.tools.drill.crew import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial
-from echelon.tools.drill.faults import FAULTS, Fault
+from echelon.tools.drill.faults import FAULTS, InjectedFault
 from echelon.tools.drill.shrink import SAVES, shrink
-from echelon.tools.drill.trial import Interrupted, Job, Likeness, Trial
+from echelon.tools.drill.trial import DrillInterrupted, Likeness, RunningCommand, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _REPEATED = 0.1
 
 
 @dataclass(frozen=True)
-class Finding:
+class FaultEffect:
     """The effect of one fault on the run.
 
     Attributes:
@@ -65,7 +65,7 @@ def run_drill(
     crew: Crew | None = None,
     has_links: bool = False,
     only: Sequence[str] = (),
-) -> Iterator[Finding]:
+) -> Iterator[FaultEffect]:
     """Inject every fault into a small run of the recipe at `path`, and yield the finding of each fault.
 
     The runs are in a folder next to the recipe's run folder. They are removed, except those that did not survive their
@@ -115,7 +115,7 @@ def run_drill(
                 shutil.rmtree(trial.run.path)
             all_well &= finding.identical
             yield finding
-    except Interrupted:
+    except DrillInterrupted:
         if all_well:
             shutil.rmtree(place)
         raise
@@ -123,7 +123,7 @@ def run_drill(
         shutil.rmtree(place)
 
 
-def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Sequence[str]) -> list[Fault]:
+def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Sequence[str]) -> list[InjectedFault]:
     """The faults for a recipe. Raises ConfigError if one of the names is no fault."""
     found = FAULTS if crew is None else (*MACHINE_FAULTS, *(LINK_FAULTS if has_links else ()))
     if unknown := set(only) - {fault.name for fault in found}:
@@ -134,7 +134,7 @@ def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Seq
     return [fault for fault in chosen if has_rewards or not fault.needs_rewards]
 
 
-def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int, crew: Crew | None = None) -> Likeness:
+def choose_likeness(sync: SyncConfig, fault: InjectedFault, num_processes: int, crew: Crew | None = None) -> Likeness:
     """What of a run with this fault can be expected to equal the undisturbed one."""
     if fault.needs_rewards:
         return Likeness.STEPS
@@ -146,7 +146,7 @@ def choose_likeness(sync: SyncConfig, fault: Fault, num_processes: int, crew: Cr
     return Likeness.ROUNDING if goes_on and fault.loses_rank else Likeness.BITS
 
 
-def estimate_seconds(faults: Sequence[Fault], start_seconds: float, run_seconds: float) -> float:
+def estimate_seconds(faults: Sequence[InjectedFault], start_seconds: float, run_seconds: float) -> float:
     """The total duration of the undisturbed run and the runs with faults.
 
     `start_seconds` is the duration of a start of the command and its ranks, `run_seconds` that of the steps of one run;
@@ -169,7 +169,7 @@ def _measure(pilot: Trial) -> tuple[float, float]:
     return max(0.0, seconds - sum(steps)), sum(later) / len(later)
 
 
-def _strike(fault: Fault, trial: Trial, whole: Trial, likeness: Likeness) -> Finding:
+def _strike(fault: InjectedFault, trial: Trial, whole: Trial, likeness: Likeness) -> FaultEffect:
     watch = _Watch(trial, fault, likeness)
     try:
         with trial.started() as job:
@@ -194,7 +194,7 @@ def _strike(fault: Fault, trial: Trial, whole: Trial, likeness: Likeness) -> Fin
 class _Watch:
     """Measures when a run detects its fault, and when it has recovered."""
 
-    def __init__(self, trial: Trial, fault: Fault, likeness: Likeness) -> None:
+    def __init__(self, trial: Trial, fault: InjectedFault, likeness: Likeness) -> None:
         self._trial = trial
         self._fault = fault
         self._likeness = likeness
@@ -215,7 +215,7 @@ class _Watch:
         resumed = [event["step"] for event in self._trial.events(self._moment) if event["event"] in ("resume", "start")]
         return max(0, self.step - resumed[-1]) if resumed else 0
 
-    def see_to_the_end(self, job: Job) -> int:
+    def see_to_the_end(self, job: RunningCommand) -> int:
         """Wait for the command's end while watching the run; returns its exit code."""
         self.starts += 1
         code = job.wait(self._look)
@@ -224,11 +224,11 @@ class _Watch:
         assert code is not None
         return code
 
-    def report(self, identical: bool, trouble: str | None = None) -> Finding:
+    def report(self, identical: bool, trouble: str | None = None) -> FaultEffect:
         """The finding."""
         folder, times = str(self._trial.run.path), (self.noticed, self.recovered)
         compared = self._likeness
-        return Finding(self._fault.name, *times, self.lost, self.starts, identical, compared, folder, trouble)
+        return FaultEffect(self._fault.name, *times, self.lost, self.starts, identical, compared, folder, trouble)
 
     def _look(self) -> bool:
         events = self._trial.events(self._moment)

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.learn.checkpoint.folder import publish, remove
 from echelon.tools.drill.shrink import HANG_SECONDS, REWARD_SECONDS
-from echelon.tools.drill.trial import Job, Trial, find_children, find_living, read_tensors
+from echelon.tools.drill.trial import RunningCommand, Trial, find_children, find_living, read_tensors
 
 _LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """A fault that is injected into a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Fault:
     """
 
     name: str
-    strike: Callable[[Job], None]
+    strike: Callable[[RunningCommand], None]
     damage: Callable[[Trial], None] | None = None
     repair: Callable[[Trial], None] | None = None
     noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step", "replica_lost", "process_lost")
@@ -54,17 +54,17 @@ class Fault:
     needs_rewards: bool = False
 
 
-def ask_to_stop(job: Job) -> None:
+def ask_to_stop(job: RunningCommand) -> None:
     """Send SIGTERM, as a scheduler does before it reclaims the machine."""
     job.process.send_signal(signal.SIGTERM)
 
 
-def kill_a_rank(job: Job) -> None:
+def kill_a_rank(job: RunningCommand) -> None:
     """Kill a rank, as the kernel does when memory runs out."""
     _signal_a_rank(job, signal.SIGKILL)
 
 
-def kill_the_agent(job: Job) -> None:
+def kill_the_agent(job: RunningCommand) -> None:
     """Kill the command; its ranks must detect that themselves."""
     ranks = job.ranks()
     job.process.kill()
@@ -73,12 +73,12 @@ def kill_the_agent(job: Job) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def suspend_a_rank(job: Job) -> None:
+def suspend_a_rank(job: RunningCommand) -> None:
     """Suspend a rank."""
     _signal_a_rank(job, signal.SIGSTOP)
 
 
-def _signal_a_rank(job: Job, number: signal.Signals) -> None:
+def _signal_a_rank(job: RunningCommand, number: signal.Signals) -> None:
     """Send a signal to the last rank that is there: one may end by itself after it was listed."""
     for rank in reversed(job.ranks()):
         with suppress(ProcessLookupError):
@@ -86,13 +86,13 @@ def _signal_a_rank(job: Job, number: signal.Signals) -> None:
             return
 
 
-def suspend_a_reward(job: Job) -> None:
+def suspend_a_reward(job: RunningCommand) -> None:
     """Suspend the process in which the rewards of the first rank are computed, as a function that hangs does."""
     for process in find_children(job.ranks()[0], "spawn_main"):
         os.kill(process, signal.SIGSTOP)
 
 
-def fill_the_disk(job: Job) -> None:
+def fill_the_disk(job: RunningCommand) -> None:
     """Limit the size of the ranks' files until a save has failed; then lift the limit."""
     since, before = time.time(), {}
     for rank in job.ranks():
@@ -139,17 +139,20 @@ def remove_the_newest(trial: Trial) -> None:
 
 
 FAULTS = (
-    Fault("SIGTERM", ask_to_stop),
-    Fault("a rank killed", kill_a_rank, loses_rank=True),
-    Fault("the agent killed", kill_the_agent),
-    Fault("a rank hangs", suspend_a_rank, idle_seconds=HANG_SECONDS, needs_peer=True),
-    *([Fault("the disk is full", fill_the_disk, over_by=("checkpoint",), starts=1)] if sys.platform == "linux" else []),
-    Fault(
+    InjectedFault("SIGTERM", ask_to_stop),
+    InjectedFault("a rank killed", kill_a_rank, loses_rank=True),
+    InjectedFault("the agent killed", kill_the_agent),
+    InjectedFault("a rank hangs", suspend_a_rank, idle_seconds=HANG_SECONDS, needs_peer=True),
+    *(
+        [InjectedFault("the disk is full", fill_the_disk, over_by=("checkpoint",), starts=1)]
+        if sys.platform == "linux" else []
+    ),
+    InjectedFault(
         "a reward hangs", suspend_a_reward, noticed_by=("reward_failed",), over_by=("reward_failed",), starts=1,
         idle_seconds=REWARD_SECONDS, needs_rewards=True,
     ),
-    Fault("a damaged checkpoint", kill_the_agent, damage=flip_a_byte, noticed_by=("resume",)),
-    Fault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest, starts=3),
+    InjectedFault("a damaged checkpoint", kill_the_agent, damage=flip_a_byte, noticed_by=("resume",)),
+    InjectedFault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest, starts=3),
 )  # fmt: skip
 
 

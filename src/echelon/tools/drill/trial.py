@@ -49,7 +49,7 @@ class Likeness(StrEnum):
     """That all steps were taken: answers without a reward are not trained on."""
 
 
-class Interrupted(EchelonError):
+class DrillInterrupted(EchelonError):
     """The drill was asked to stop; none of its processes is running."""
 
 
@@ -87,13 +87,13 @@ class Trial:
         return self.run.path.with_suffix(".log")
 
     @contextmanager
-    def started(self) -> Iterator["Job"]:
+    def started(self) -> Iterator["RunningCommand"]:
         """Start the command; its remaining processes are killed at the end of the block."""
         self.log.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             process = self.start(log)
         try:
-            yield Job(process, self)
+            yield RunningCommand(process, self)
         finally:
             self.end(process)
 
@@ -151,7 +151,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningCommand:
     """A running command."""
 
     process: Process
@@ -165,7 +165,7 @@ class Job:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if (name := self.trial.asked()) is not None:
-                raise Interrupted(f"stopped by {name}; the drill's processes have ended")
+                raise DrillInterrupted(f"stopped by {name}; the drill's processes have ended")
             if until():
                 return None
             if (code := self.process.poll()) is not None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.answers.generation import Passes, continue_prompts, find_end
+from echelon.learn.answers.generation import ForwardPasses, continue_prompts, find_end
 from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.panics import panics_told, shorten
 from echelon.learn.model.kv_cache import KeyValueCache, start_cache
@@ -112,7 +112,7 @@ def _check_positions(model: PreTrainedModel, rows: Sequence[Row], max_tokens: in
         )
 
 
-class _WholeModel(Passes):
+class _WholeModel(ForwardPasses):
     """The passes of a model that is not in training."""
 
     def __init__(self, model: PreTrainedModel) -> None:

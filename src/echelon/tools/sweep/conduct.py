@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.job import ArrayLauncher, JobSpec
 from echelon.launch.targets import find_launcher
 from echelon.recipe import Recipe
-from echelon.tools.sweep.conductor import Conductor, Ending, StopWord
+from echelon.tools.sweep.conductor import Conductor, StopWord, SweepEnding
 from echelon.tools.sweep.results import (
     draw_plots,
     list_results,
@@ -20,7 +20,7 @@ from echelon.tools.sweep.results import (
     write_best,
     write_results,
 )
-from echelon.tools.sweep.slots import Slot, share_machine
+from echelon.tools.sweep.slots import TrialSlot, share_machine
 from echelon.tools.sweep.space import Space, show_values
 from echelon.tools.sweep.study import BILLED, SweepStudy, require_optuna
 from echelon.tools.sweep.sweep_file import Sweep, load_sweep
@@ -118,7 +118,7 @@ def render_first_array(checked: CheckedSweep) -> dict[str, str]:
     return launcher.render_array(jobs, min(checked.sweep.sweep.parallel, count))
 
 
-def describe_sweep(checked: CheckedSweep, slots: tuple[Slot, ...]) -> list[str]:
+def describe_sweep(checked: CheckedSweep, slots: tuple[TrialSlot, ...]) -> list[str]:
     """Lines for the user about the search and the slots."""
     settings = checked.sweep.sweep
     at_once, line = plan_arrays(checked)
@@ -132,12 +132,12 @@ def describe_sweep(checked: CheckedSweep, slots: tuple[Slot, ...]) -> list[str]:
     ]
 
 
-def share_slots(checked: CheckedSweep) -> tuple[Slot, ...]:
+def share_slots(checked: CheckedSweep) -> tuple[TrialSlot, ...]:
     """The slots: shares of this machine for local trials; other targets assign resources themselves."""
     count = checked.sweep.sweep.parallel
     if checked.base.launch.to in (None, "local"):
         return share_machine(count)
-    return tuple(Slot(index) for index in range(count))
+    return tuple(TrialSlot(index) for index in range(count))
 
 
 def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
@@ -155,7 +155,9 @@ def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
     return trials.job(number, values), lines
 
 
-def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) -> tuple[Ending, dict[str, Any]]:
+def run_sweep(
+    checked: CheckedSweep, slots: tuple[TrialSlot, ...], stop: StopWord
+) -> tuple[SweepEnding, dict[str, Any]]:
     """Run or resume the sweep in its folder; returns how it ended, and the contents of results.json.
 
     Raises ConfigError if the folder is in use or belongs to another sweep.
@@ -184,7 +186,7 @@ def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) ->
         folder.unlock()
 
 
-def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending) -> dict[str, Any]:
+def _conclude(checked: CheckedSweep, study: SweepStudy, ending: SweepEnding) -> dict[str, Any]:
     """Print the table, and write the result files and plots of a sweep that has ended."""
     sweep, folder = checked.sweep, checked.folder
     results = list_results(sweep, checked.space, study, folder)

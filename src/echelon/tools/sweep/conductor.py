@@ -8,7 +8,7 @@ from typing import Literal
 
 from echelon.ground.errors import BusyError, EchelonError, LaunchError
 from echelon.launch.job import JobSpec
-from echelon.tools.sweep.slots import Slot
+from echelon.tools.sweep.slots import TrialSlot
 from echelon.tools.sweep.space import Values, show_values
 from echelon.tools.sweep.study import SLOT, SweepStudy
 from echelon.tools.sweep.trials import Ended, Running, Trials
@@ -21,7 +21,7 @@ _NAP_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Ending:
+class SweepEnding:
     """How a sweep ended: `done`, `stopped` by a signal, or `failed` by too many failures in a row."""
 
     state: Literal["done", "stopped", "failed"]
@@ -48,7 +48,7 @@ class Conductor:
         self,
         study: SweepStudy,
         trials: Trials,
-        slots: Sequence[Slot],
+        slots: Sequence[TrialSlot],
         num_trials: int,
         max_failures: int,
         look_seconds: float,
@@ -68,7 +68,7 @@ class Conductor:
         self._failures: list[str] = []
         self._is_full = False
 
-    def run(self, stop: StopWord) -> Ending:
+    def run(self, stop: StopWord) -> SweepEnding:
         """Run all trials to their end. On a stop request, running trials save, and the next start resumes them.
 
         Raises LaunchError if the target refuses a job while no trial is running; this is not counted as a failed trial.
@@ -77,18 +77,18 @@ class Conductor:
         self._look()  # frees the slots of trials that have ended meanwhile
         while stop.name is None and not self._has_failed():
             if not self._fill() and not self._running:
-                return Ending("done")
+                return SweepEnding("done")
             self._look()
             if self._running:
                 stop.wait(self._look_seconds)
         if stop.name is None:
-            ending = Ending("failed", f"{len(self._failures)} failures in a row, the last: {self._failures[-1]}")
+            ending = SweepEnding("failed", f"{len(self._failures)} failures in a row, the last: {self._failures[-1]}")
             self._stop_all()
             return ending
         self._stop_all()
         late = [str(trial.number) for trial in self._running.values()]
         trials = f"trials {', '.join(late)} have not ended yet" if late else "its trials have saved"
-        return Ending("stopped", f"stopped by {stop.name}; {trials}; the same command resumes the sweep")
+        return SweepEnding("stopped", f"stopped by {stop.name}; {trials}; the same command resumes the sweep")
 
     def _has_failed(self) -> bool:
         """Whether too many trials failed in a row while there are trials left."""

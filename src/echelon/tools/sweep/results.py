@@ -27,7 +27,7 @@ _LONGEST_MESSAGE = 60
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """One trial. `rank` is 1 for the best completed trial, None for others. `hours` is the total time of its steps."""
 
     rank: int | None
@@ -40,7 +40,7 @@ class Result:
     run: str
 
 
-def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFolder) -> list[Result]:
+def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFolder) -> list[TrialResult]:
     """All trials: the completed ones, best first, then the others by number."""
     sign = 1 if sweep.sweep.better == "minimize" else -1
     trials = sorted(
@@ -56,7 +56,7 @@ def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFol
         values = {key: labels[key].get(trial.params[key], trial.params[key]) for key in labels if key in trial.params}
         value = trial.value if done else max(trial.intermediate_values.items(), default=(0, None))[1]
         results.append(
-            Result(
+            TrialResult(
                 place + 1 if done else None,
                 trial.number,
                 _STATES[trial.state.name],
@@ -70,7 +70,7 @@ def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFol
     return results
 
 
-def results_mapping(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
+def results_mapping(sweep: Sweep, results: Sequence[TrialResult]) -> dict[str, Any]:
     """The contents of results.json."""
     best = next((result.trial for result in results if result.rank == 1), None)
     return {
@@ -88,7 +88,7 @@ def results_mapping(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_results(sweep: Sweep, results: Sequence[Result], folder: SweepFolder) -> None:
+def write_results(sweep: Sweep, results: Sequence[TrialResult], folder: SweepFolder) -> None:
     """Replace results.json and results.csv."""
     write_json(folder.path / "results.json", results_mapping(sweep, results))
     keys = list(sweep.search)
@@ -112,7 +112,7 @@ def write_results(sweep: Sweep, results: Sequence[Result], folder: SweepFolder) 
     write_text(folder.path / "results.csv", text.getvalue())
 
 
-def write_best(sweep: Sweep, best: Result, recipe: Recipe, folder: SweepFolder) -> None:
+def write_best(sweep: Sweep, best: TrialResult, recipe: Recipe, folder: SweepFolder) -> None:
     """Write the recipe of the best trial, with a comment about its origin."""
     lines = (
         f"# The best of the sweep {sweep.sweep.name}: trial {best.trial}, {sweep.sweep.metric} {best.value:.6g}",
@@ -121,7 +121,7 @@ def write_best(sweep: Sweep, best: Result, recipe: Recipe, folder: SweepFolder) 
     write_text(folder.best_path, "\n".join(lines) + "\n\n" + render_recipe(recipe))
 
 
-def render_table(sweep: Sweep, results: Sequence[Result]) -> list[str]:
+def render_table(sweep: Sweep, results: Sequence[TrialResult]) -> list[str]:
     """The trials as a table for the console, each with its message, shortened, at the end."""
     keys = list(sweep.search)
     head = ["rank", "trial", *keys, sweep.sweep.metric, "state", "time"]

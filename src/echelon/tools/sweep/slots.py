@@ -17,7 +17,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Slot:
+class TrialSlot:
     """A slot for one trial at a time: its GPUs as in CUDA_VISIBLE_DEVICES, and its core numbers.
 
     Both are empty if nothing is assigned, as at other targets.
@@ -47,7 +47,7 @@ class Slot:
         return f"slot {self.index}: {'; '.join(parts) or 'not pinned'}"
 
 
-def share_machine(count: int) -> tuple[Slot, ...]:
+def share_machine(count: int) -> tuple[TrialSlot, ...]:
     """Divide this machine into `count` slots, as equal as possible. Raises ConfigError if there are too few GPUs.
 
     On systems without core pinning (macOS) the slots have no cores.
@@ -61,7 +61,7 @@ def share_machine(count: int) -> tuple[Slot, ...]:
     pins = hasattr(os, "sched_getaffinity")
     cores = tuple(sorted(os.sched_getaffinity(0))[: num_cores()]) if pins else ()
     return tuple(
-        Slot(index, find_share(devices, index, count), find_share(cores, index, count)) for index in range(count)
+        TrialSlot(index, find_share(devices, index, count), find_share(cores, index, count)) for index in range(count)
     )
 
 

@@ -20,7 +20,7 @@ from echelon.launch.records import name_job, record_job, submit_job
 from echelon.recipe import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.tools.sweep.measure import MetricsReader, measure, read_rows
-from echelon.tools.sweep.slots import Slot
+from echelon.tools.sweep.slots import TrialSlot
 from echelon.tools.sweep.space import Space, Values
 from echelon.tools.sweep.study import BILLED, PRUNED, SLOT, STOPPED, SweepStudy
 from echelon.tools.sweep.sweep_file import Sweep
@@ -41,7 +41,7 @@ class Running:
 
     number: int
     recipe: Recipe
-    slot: Slot | None
+    slot: TrialSlot | None
     record: JobRecord
     reader: MetricsReader
     step: int = 0
@@ -85,7 +85,7 @@ class Trials:
         name = name_job(f"{self._sweep.sweep.name[:_NAME_LENGTH]}-{folder.name}", self._folder.began())
         return JobSpec(name, recipe, folder, self._workdir)
 
-    def start(self, number: int, values: Values, slot: Slot) -> Running:
+    def start(self, number: int, values: Values, slot: TrialSlot) -> Running:
         """Submit the trial's job in this slot. Raises EchelonError if it is refused, here or by the target."""
         job = self.job(number, values)
         assert job.recipe.launch.to is not None
@@ -111,7 +111,7 @@ class Trials:
             for (number, job), record in zip(jobs.items(), records, strict=True)
         ]
 
-    def adopt(self, number: int, values: Values, slot: Slot | None) -> Running | None:
+    def adopt(self, number: int, values: Values, slot: TrialSlot | None) -> Running | None:
         """The trial's earlier job if it still runs, or has ended with a result; None if it must be started again.
 
         Raises LaunchError if an unrecorded job may be at a target that does not answer.
@@ -228,7 +228,7 @@ def _find_submitted(job: JobSpec, launcher: Launcher) -> JobRecord | None:
     return None if submitted is None else record_job(job, submitted)
 
 
-def _watch(number: int, recipe: Recipe, slot: Slot | None, record: JobRecord) -> Running:
+def _watch(number: int, recipe: Recipe, slot: TrialSlot | None, record: JobRecord) -> Running:
     run = RunFolder(Path(record.run_dir))
     return Running(number, recipe, slot, record, MetricsReader(run.path), run.rows.last_step())
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from echelon.launch.ray import driver
-from echelon.launch.ray.driver import Crew, Order, Seat
+from echelon.launch.ray.driver import JobPlacement, Order, Seat
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ def asked(monkeypatch):
 def crew(asked):
     """A job on `2:3` machines: a and b of the first group, and c."""
     first, further = Group(["a", "b"]), Group(["c"])
-    crew = Crew(Order(2, 3, {"CPU": 1}, {}, wait_seconds=1, max_restarts=3), first)
+    crew = JobPlacement(Order(2, 3, {"CPU": 1}, {}, wait_seconds=1, max_restarts=3), first)
     crew.seats = [Seat(first, 0, node="a"), Seat(first, 1, node="b"), Seat(further, 0, node="c")]
     return crew
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from echelon.launch.ray import driver
-from echelon.launch.ray.driver import Machine
+from echelon.launch.ray.driver import RayMachine
 from echelon.launch.ray.submission import render_files
 from echelon.launch.records import make_job
 from echelon.recipe.load import parse_recipe
@@ -63,7 +63,7 @@ def await_file(path):
 
 
 def test_output_and_exit_code_arrive(folder):
-    machine, lines = Machine(), []
+    machine, lines = RayMachine(), []
     machine.start("2", "10.0.0.1:2000")
     await_file(folder / "training.pid")
     (folder / "finish").write_text("2")
@@ -74,7 +74,7 @@ def test_output_and_exit_code_arrive(folder):
 
 
 def test_a_stop_lets_the_agent_save(folder):
-    machine, lines = Machine(), []
+    machine, lines = RayMachine(), []
     machine.start("2", "10.0.0.1:2000")
     await_file(folder / "training.pid")
     machine.stop()
@@ -83,7 +83,9 @@ def test_a_stop_lets_the_agent_save(folder):
 
 
 def test_the_agent_ends_with_the_process_that_started_it(folder):
-    code = "from echelon.launch.ray.driver import Machine; import time; Machine().start('1', 'a:1'); time.sleep(60)"
+    code = (
+        "from echelon.launch.ray.driver import RayMachine; import time; RayMachine().start('1', 'a:1'); time.sleep(60)"
+    )
     worker = subprocess.Popen([sys.executable, "-c", code], cwd=folder, start_new_session=True)
     await_file(folder / "training.pid")
     agent = psutil.Process(int((folder / "training.pid").read_text()))
@@ -110,7 +112,7 @@ def test_the_state_of_a_lost_node_is_left_out():
 def test_a_folder_that_the_machine_does_not_have_is_named(folder):
     script = folder / "agent.sh"
     script.write_text(script.read_text().replace(str(folder), "/not/shared"))
-    machine, lines = Machine(), []
+    machine, lines = RayMachine(), []
     machine.start("2", "10.0.0.1:2000")
     assert finish(machine, lines) == 2
     assert lines[0].startswith("echelon: /not/shared is no folder on ")

@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.ground.errors import DataError
-from echelon.learn.answers.conversations import Wording
+from echelon.learn.answers.conversations import ReplyWriter
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template
 from echelon.learn.data.tokenizer import add_new_tokens, build_bytes_tokenizer
 
@@ -45,7 +45,7 @@ def test_all_templates_are_tested():
 @pytest.mark.parametrize("name", ENDS)
 def test_a_reply_is_what_the_template_puts_after_the_answer(tokenizer, name):
     tokenizer.chat_template = load_template(name)
-    wording, prompt = Wording(tokenizer), render(tokenizer, user("Guess."))
+    wording, prompt = ReplyWriter(tokenizer), render(tokenizer, user("Guess."))
     whole = render(tokenizer, user("Guess."), answer("Is it 7?"), user("Lower. ä"))
     ended = encode(tokenizer, ENDS[name].format("Is it 7?"))
     assert [*prompt, *ended, *wording.reply(prompt, ended, "Lower. ä")] == whole
@@ -55,7 +55,7 @@ def test_a_reply_is_what_the_template_puts_after_the_answer(tokenizer, name):
 
 def test_messages_have_their_roles(tokenizer):
     tokenizer.chat_template = load_template("chatml")
-    wording, prompt = Wording(tokenizer), render(tokenizer, user("Guess."))
+    wording, prompt = ReplyWriter(tokenizer), render(tokenizer, user("Guess."))
     said = [{"role": "system", "content": "Be quick."}, user("Lower.")]
     ended = encode(tokenizer, "7<|im_end|>")
     whole = render(tokenizer, user("Guess."), answer("7"), *said)
@@ -64,17 +64,17 @@ def test_messages_have_their_roles(tokenizer):
 
 def test_first_words_follow_the_prompt(tokenizer):
     plain = encode(tokenizer, "Guess: ")
-    assert Wording(tokenizer).open(plain, "0 to 9. ") == encode(tokenizer, "Guess: 0 to 9. ")
-    assert Wording(tokenizer).open(plain, None) == plain
+    assert ReplyWriter(tokenizer).open(plain, "0 to 9. ") == encode(tokenizer, "Guess: 0 to 9. ")
+    assert ReplyWriter(tokenizer).open(plain, None) == plain
     tokenizer.chat_template = load_template("chatml")
     prompt = render(tokenizer, user("Guess."))
-    assert Wording(tokenizer).open(prompt, "0 to 9.") == render(tokenizer, user("Guess."), user("0 to 9."))
-    assert Wording(tokenizer).open(plain, "0 to 9. ") == encode(tokenizer, "Guess: 0 to 9. "), "it is a text"
+    assert ReplyWriter(tokenizer).open(prompt, "0 to 9.") == render(tokenizer, user("Guess."), user("0 to 9."))
+    assert ReplyWriter(tokenizer).open(plain, "0 to 9. ") == encode(tokenizer, "Guess: 0 to 9. "), "it is a text"
 
 
 def test_a_text_is_answered_by_a_text(tokenizer):
     tokenizer.chat_template = load_template("chatml")
-    wording, prompt, last = Wording(tokenizer), encode(tokenizer, "Guess: "), encode(tokenizer, "7")
+    wording, prompt, last = ReplyWriter(tokenizer), encode(tokenizer, "Guess: "), encode(tokenizer, "7")
     assert wording.reply(prompt, last, " no. ") == encode(tokenizer, " no. ")
     assert wording.reply(prompt, last, None) == []
     with pytest.raises(DataError, match=r"^said messages, but its prompt is a text$"):
@@ -85,4 +85,4 @@ def test_what_the_template_cannot_write_is_told(tokenizer):
     tokenizer.chat_template = load_template("gemma")
     prompt = render(tokenizer, user("Guess."))
     with pytest.raises(DataError, match=r"^said what the chat template cannot write: .*tool"):
-        Wording(tokenizer).reply(prompt, [1], [{"role": "tool", "content": "x"}])
+        ReplyWriter(tokenizer).reply(prompt, [1], [{"role": "tool", "content": "x"}])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from echelon.learn.answers.generation import Passes, continue_prompts
+from echelon.learn.answers.generation import ForwardPasses, continue_prompts
 from echelon.learn.answers.sampling import Sampling
 from echelon.learn.model.kv_cache import start_cache
 from tests.families import small_model
@@ -17,7 +17,7 @@ GREEDY = Sampling(max_tokens=20, temperature=0.0)
 LENGTHS = [3, 20, 1, 7, 12, 2, 20, 5]  # where each row is said to end
 
 
-class Recorded(Passes):
+class Recorded(ForwardPasses):
     """The passes of a model on the CPU. Keeps the shape of each, with a cache or without."""
 
     def __init__(self, model, has_cache=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from echelon.learn.answers.generation import Passes, continue_prompts
+from echelon.learn.answers.generation import ForwardPasses, continue_prompts
 from echelon.learn.answers.rollouts import draw_seed
 from echelon.learn.answers.sampling import Sampling
 from echelon.learn.model.kv_cache import start_cache
@@ -17,7 +17,7 @@ DRAWS = 3000
 LENGTH = 2
 
 
-class Whole(Passes):
+class Whole(ForwardPasses):
     def __init__(self, model):
         self.model = model
 

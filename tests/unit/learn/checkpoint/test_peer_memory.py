@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.learn.checkpoint.peer_memory import Held, PeerMemory
+from echelon.learn.checkpoint.peer_memory import PeerMemory, SnapshotsByStep
 
 RANKS = 3
 ODD = {"a": torch.float32, "b": torch.bfloat16, "c": torch.int64, "d": torch.uint8}
@@ -19,7 +19,7 @@ def build_state(rank, step):
 
 def lose(rank, world_size, lost, ends_early):
     """Snapshots after steps 4 and 8; some ranks lose all that they hold, or the second snapshot does not end."""
-    held = Held()
+    held = SnapshotsByStep()
     memory = PeerMemory(held, 4, 1)
     assert [step for step in range(1, 9) if memory.is_due(step)] == [4, 8] and memory.newest() is None
     for step in (4, 8):
@@ -31,7 +31,7 @@ def lose(rank, world_size, lost, ends_early):
         if rank == 0:
             del held.other[8]
     if rank in lost:
-        held = Held()
+        held = SnapshotsByStep()
     after = PeerMemory(held, 4, 1)
     found = after.newest()
     if found is None:

@@ -72,12 +72,12 @@ def test_an_abort_that_fails_is_tried_again():
 
 def test_connections_of_gloo_are_closed_before_any_communicator_is_aborted(monkeypatch):
     """All aborts run at the same time: each of these waits for the others."""
-    order, meeting = [], threading.Barrier(2)
+    order, rendezvous = [], threading.Barrier(2)
     monkeypatch.setattr(transport, "close_connections", lambda group: order.append(f"close {group.number}"))
 
     def build(number, name):
         backend = Backend(name)
-        backend.abort = lambda: (meeting.wait(SECONDS), order.append("abort"))
+        backend.abort = lambda: (rendezvous.wait(SECONDS), order.append("abort"))
         return SimpleNamespace(number=number, _get_backend=lambda device: backend)
 
     def has_none(device):

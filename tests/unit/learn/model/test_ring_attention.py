@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from echelon.learn.distributed.sequence_part import SequencePart, in_order
-from echelon.learn.model.ring_attention import Result, Ring, attend_block, differentiate_block
+from echelon.learn.model.ring_attention import AttentionResult, Ring, attend_block, differentiate_block
 
 BATCH, HEADS, KEY_HEADS, LENGTH, WIDTH = 2, 4, 2, 48, 16
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 3 + [2] * 25, [0] * 48])
@@ -98,7 +98,7 @@ def test_the_kernels_of_gpus_take_what_they_are_given(dtype, hides):
         key = query if hides == "later" else key
         output, sums = attend_block(query, key, key, hides, 0.25)
         assert (output.shape, sums.shape, sums.dtype) == (query.shape, query.shape[:3], torch.float32)
-        result = Result(output, sums, output)
+        result = AttentionResult(output, sums, output)
         gradients = differentiate_block(query, key, key, hides, 0.25, result)
         assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 

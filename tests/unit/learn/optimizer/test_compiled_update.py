@@ -6,7 +6,7 @@ import torch._dynamo.utils
 
 from echelon.learn.optimizer.compiled_update import CompiledUpdate
 from echelon.learn.optimizer.slot import Slot
-from echelon.learn.optimizer.stepper import Group, Optimizer, choose_rule, compile_rule
+from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule, compile_rule
 from echelon.recipe import OptimConfig
 
 # Rows of whole blocks of 8-bit moments, others, and vectors, the last as large as a matrix.
@@ -27,7 +27,7 @@ def build(config, master_weights, backend):
         for index, each in enumerate(parameters)
     ]
     compiled = None if backend is None else CompiledUpdate(backend)
-    groups = [Group(rule, 0.1, 1.0, slots[::2]), Group(rule, 0.0, 0.5, slots[1::2])]
+    groups = [ParameterGroup(rule, 0.1, 1.0, slots[::2]), ParameterGroup(rule, 0.0, 0.5, slots[1::2])]
     return Optimizer(groups, seed=1, compiled=compiled), parameters
 
 

@@ -11,13 +11,13 @@ from torch.distributed import HashStore
 from echelon.ground.hosts import parse_group
 from echelon.planner.hardware.health import Health, examine_health
 from echelon.recipe import FaultConfig
-from echelon.run.supervise.admission import Admission, Answer, Condition, Gravity, Problem, judge
+from echelon.run.supervise.admission import Admission, AdmissionResult, MachineReport, Problem, Severity, judge
 from echelon.run.supervise.agent_votes import Watch
 from echelon.run.supervise.outcome import FAILED, REFUSED
 
 STRICT, MILD = FaultConfig(on_straggler="stop"), FaultConfig(on_bad_machine="warn")
-USUAL, SOUND = FaultConfig(), Condition()
-BAD = Condition((Problem("GPU 1 has 3 uncorrectable memory (ECC) errors; reset it"),))
+USUAL, SOUND = FaultConfig(), MachineReport()
+BAD = MachineReport((Problem("GPU 1 has 3 uncorrectable memory (ECC) errors; reset it"),))
 
 
 class Group:
@@ -75,7 +75,7 @@ def test_sound_machines_take_part():
 def test_a_bad_machine_is_left_out_where_enough_others_are_there():
     group = Group("2:3")
     for host in "abc":
-        group.come(host, BAD if host == "b" else Condition())
+        group.come(host, BAD if host == "b" else MachineReport())
     assert group.look_until_answered() == {"a": True, "b": False, "c": True}
     assert group.hosts() == ["a", "c"] and "ECC" in group.answers["b"].words
 
@@ -173,13 +173,13 @@ def test_a_bad_first_machine_waits_for_others():
 
 def test_missing_gpus_refuse_the_job_even_if_bad_machines_may_train():
     missing = "launch.slurm.gpus_per_node=8: 8 GPUs were asked for on b, but torch sees none."
-    condition = Condition.of(Health(("GPU 0 is lost",), (), {}), missing, MILD)
-    assert [problem.gravity for problem in condition.problems] == [Gravity.REFUSES, Gravity.NAMED]
+    condition = MachineReport.of(Health(("GPU 0 is lost",), (), {}), missing, MILD)
+    assert [problem.severity for problem in condition.problems] == [Severity.REFUSES, Severity.NAMED]
     group = Group("2", MILD)
     group.come("a")
     group.come("b", condition)
     assert group.look_until_answered() == {"a": False, "b": False}
-    assert set(group.answers.values()) == {Answer(False, missing, True, REFUSED)}
+    assert set(group.answers.values()) == {AdmissionResult(False, missing, True, REFUSED)}
 
 
 def test_the_attempt_may_end_before_a_machine_is_answered():
@@ -191,15 +191,15 @@ def test_the_attempt_may_end_before_a_machine_is_answered():
 
 
 def found(conditions, fault=STRICT):
-    return {host: [p.gravity for p in problems] for host, problems in judge(conditions, fault).items() if problems}
+    return {host: [p.severity for p in problems] for host, problems in judge(conditions, fault).items() if problems}
 
 
 def test_a_slow_machine_is_found_among_its_peers():
     rates = {"a": 100.0, "b": 40.0, "c": 110.0}
-    conditions = {host: Condition(rates={"H200, product": rate, "alone": 1.0}) for host, rate in rates.items()}
-    assert found(conditions) == {"b": [Gravity.LEFT_OUT]}
-    assert found(conditions, FaultConfig()) == {"b": [Gravity.NAMED]}
-    assert found({"a": Condition(rates={"x": 1.0}), "b": Condition(rates={"y": 9.0})}) == {}
+    conditions = {host: MachineReport(rates={"H200, product": rate, "alone": 1.0}) for host, rate in rates.items()}
+    assert found(conditions) == {"b": [Severity.LEFT_OUT]}
+    assert found(conditions, FaultConfig()) == {"b": [Severity.NAMED]}
+    assert found({"a": MachineReport(rates={"x": 1.0}), "b": MachineReport(rates={"y": 9.0})}) == {}
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_a_slow_machine_is_found_among_its_peers():
     ],
 )
 def test_the_odd_clock_is_found(leads, odd):
-    conditions = {"a": Condition()} | {host: Condition(clock=lead) for host, lead in leads.items()}
-    assert found(conditions) == {host: [Gravity.LEFT_OUT] for host in odd}
-    assert found(conditions, MILD) == {host: [Gravity.NAMED] for host in odd}
+    conditions = {"a": MachineReport()} | {host: MachineReport(clock=lead) for host, lead in leads.items()}
+    assert found(conditions) == {host: [Severity.LEFT_OUT] for host in odd}
+    assert found(conditions, MILD) == {host: [Severity.NAMED] for host in odd}
 
 
 def test_this_machine_is_examined(tmp_path, monkeypatch):

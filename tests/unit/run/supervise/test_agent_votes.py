@@ -20,7 +20,7 @@ from echelon.ground.hosts import (
 )
 from echelon.ground.launch_environment import find_host_group, launch_role
 from echelon.run.supervise.decision import HostReport, decide
-from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Likelihood
 from echelon.run.supervise.restart import Restarts
 
 BAD = [
@@ -36,7 +36,7 @@ BAD = [
 FIXED, ELASTIC = HostGroup(2, 2, "a", 29400), HostGroup(1, 2, "a", 29400)
 
 
-def told(host, code, message="", weight=Weight.CAUSE, time=0.0, step=None, final=False):
+def told(host, code, message="", weight=Likelihood.CAUSE, time=0.0, step=None, final=False):
     return HostReport(host, code, message, final, int(weight), time, step)
 
 
@@ -48,13 +48,13 @@ def decided(*reports, asked=(), group=FIXED, restarts=3):
 
 
 def test_all_done_is_done():
-    ending = decided(told("a", DONE, weight=Weight.NOTHING), told("b", DONE, weight=Weight.NOTHING))
+    ending = decided(told("a", DONE, weight=Likelihood.NOTHING), told("b", DONE, weight=Likelihood.NOTHING))
     assert (ending.goes_on, ending.code) == (False, DONE)
 
 
 def test_a_quorum_is_done_without_lost_machines():
     """A quorum; any other job has failed when a machine is lost."""
-    done = told("a", DONE, weight=Weight.NOTHING)
+    done = told("a", DONE, weight=Likelihood.NOTHING)
     ending = decided(done, "b", group=replace(FIXED, lives_on=True))
     assert (ending.goes_on, ending.code) == (False, DONE)
     assert decided(done, "b").code == FAILED
@@ -62,7 +62,7 @@ def test_a_quorum_is_done_without_lost_machines():
 
 def test_a_spare_takes_the_place_of_a_lost_machine():
     """Without one, two machines cannot go on as one."""
-    left = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
+    left = told("a", FAILED, "connection reset", Likelihood.ECHO, step=40)
     ending = decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3), num_spares=1)
     assert (ending.goes_on, ending.message, ending.step) == (True, "1 of 2 machines stopped responding: b", 40)
     assert not decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3)).goes_on
@@ -79,8 +79,8 @@ def test_a_machine_may_leave_if_a_spare_waits():
 
 
 def test_a_failure_restarts_all_from_the_newest_checkpoint_of_any_machine():
-    echo = told("a", FAILED, "connection reset", Weight.ECHO, time=1.0, step=None)
-    cause = told("b", FAILED, "rank 1 was killed", Weight.CAUSE, time=2.0, step=40)
+    echo = told("a", FAILED, "connection reset", Likelihood.ECHO, time=1.0, step=None)
+    cause = told("b", FAILED, "rank 1 was killed", Likelihood.CAUSE, time=2.0, step=40)
     ending = decided(echo, cause)
     assert (ending.goes_on, ending.message, ending.restarts, ending.step) == (True, "rank 1 was killed", 1, 40)
 
@@ -94,7 +94,7 @@ def test_a_failure_restarts_all_from_the_newest_checkpoint_of_any_machine():
     ],
 )
 def test_a_recurring_failure_ends_all(cause, code):
-    ending = decided(told("a", FAILED, "connection reset", Weight.ECHO), cause)
+    ending = decided(told("a", FAILED, "connection reset", Likelihood.ECHO), cause)
     assert (ending.goes_on, ending.code, ending.message) == (False, code, cause.message)
 
 
@@ -124,7 +124,7 @@ def test_connections_to_the_coordinator_break_when_it_is_silent():
 
 def test_restarts_end():
     failure = told("b", FAILED, "rank 1 was killed")
-    ending = decided(told("a", FAILED, "", Weight.ECHO), failure, restarts=0)
+    ending = decided(told("a", FAILED, "", Likelihood.ECHO), failure, restarts=0)
     assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "rank 1 was killed")
 
 
@@ -153,7 +153,7 @@ def test_a_single_machine_ends_when_a_rank_was_stopped():
 
 
 def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
-    echo = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
+    echo = told("a", FAILED, "connection reset", Likelihood.ECHO, step=40)
     ending = decided(echo, "b", group=ELASTIC)
     assert (ending.goes_on, ending.step) == (True, 40)
     assert ending.message == "1 of 2 machines stopped responding: b"
@@ -170,7 +170,7 @@ def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
 
 def test_a_job_is_short_of_machines_only_if_some_have_left():
     saved = [told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"]
-    echo = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
+    echo = told("a", FAILED, "connection reset", Likelihood.ECHO, step=40)
     assert decided(*saved, asked="b").is_short and decided(echo, "b").is_short
     others = [
         decided(*(told(host, STOPPED, "stopped by budget.max_hours at step 5") for host in "ab")),

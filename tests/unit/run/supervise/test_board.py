@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from echelon.run.supervise.board import Board, Change, View
+from echelon.run.supervise.board import Change, MembershipStore, View
 
 NAMES = ("0.0", "1.0", "2.0")
 
@@ -22,7 +22,7 @@ def store():
 def boards(store):
     """One for each replica, and the keeper's."""
     clients = [TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=20)) for _ in NAMES]
-    return [Board(each) for each in clients], Board(store)
+    return [MembershipStore(each) for each in clients], MembershipStore(store)
 
 
 def together(*calls):

@@ -12,7 +12,7 @@ import pytest
 
 from echelon.ground.errors import LaunchError
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.hands import Hand, Machines
+from echelon.run.supervise.hands import Machines, NodeAgent
 from echelon.run.supervise.outcome import FAILED, MACHINE_LOST, ProcessDeath, describe_ending, read_outcomes
 from echelon.run.supervise.workers import Workers
 
@@ -39,7 +39,7 @@ class Pair:
         self.thread = None
 
     def connect(self):
-        hand = Hand(self.job, None, self.machines.call)
+        hand = NodeAgent(self.job, None, self.machines.call)
         self.thread = threading.Thread(target=lambda: self.ended.append(hand.run()), daemon=True)
         self.thread.start()
         until(lambda: self.machines.admit() or self.machines.is_there(1))
@@ -125,4 +125,4 @@ def test_a_stranger_gets_no_orders(tmp_path):
             assert not pair.machines.is_there(1)
     pair.machines.close()
     with pytest.raises(LaunchError, match="the machine that keeps the replicas cannot be reached"):
-        Hand(pair.job, None, json.dumps([address, port, ""]))
+        NodeAgent(pair.job, None, json.dumps([address, port, ""]))

@@ -17,8 +17,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, open_coordinator
 from echelon.ground.sockets import answers_as_store, listen_at
-from echelon.run.supervise import agent_votes as meeting
-from echelon.run.supervise.agent_votes import Meeting
+from echelon.run.supervise import agent_votes as rendezvous
+from echelon.run.supervise.agent_votes import AgentRendezvous
 from echelon.run.supervise.rendezvous import ALONE, TOGETHER, check_state, register_backends
 from echelon.run.supervise.restart import Restarts
 from tests.hostile import hostile_pickle
@@ -131,16 +131,16 @@ SILENT = []
 @pytest.mark.parametrize("behave", [SILENT.append, socket.socket.close, answer_in_http])
 def test_a_port_used_by_another_program_is_reported_in_one_message(behave, monkeypatch, capfd, caplog):
     caplog.set_level(logging.INFO, "echelon")
-    monkeypatch.setattr(meeting, "_PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr(rendezvous, "_PATIENCE", timedelta(seconds=0.5))
     with serve(behave) as server:
         group = HostGroup(2, 2, "127.0.0.1", server.getsockname()[1])
         with pytest.raises(LaunchError, match=f"another program listens at the rendezvous endpoint {group.endpoint}; "):
-            Meeting(group, "a", Restarts(0))
+            AgentRendezvous(group, "a", Restarts(0))
         told = HostGroup(2, 2, "127.0.0.1", group.port, coordinates=True)
         with pytest.raises(
             LaunchError, match=f"cannot listen at {group.endpoint}, the rendezvous endpoint .Address already in"
         ):
-            Meeting(told, "a", Restarts(0))
+            AgentRendezvous(told, "a", Restarts(0))
     assert caplog.messages == [] and capfd.readouterr() == ("", "")
 
 

@@ -16,7 +16,7 @@ from echelon.ground.sockets import find_free_port
 from echelon.ground.stored import write_json
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise import succession
-from echelon.run.supervise.agent_votes import Meeting, Roster
+from echelon.run.supervise.agent_votes import AgentRendezvous, MemberList
 from echelon.run.supervise.news import stops_forwarded
 from echelon.run.supervise.restart import Restarts
 from echelon.run.supervise.succession import Claim, Fence, find_coordinator, succeed
@@ -43,11 +43,11 @@ def quick(monkeypatch):
 
 def succeed_all(group, folder, names, living, least=2, done=0, limit=3):
     """What each living machine finds after the loss of the first of these machines."""
-    roster = Roster("job", 0, members(names))
+    member_list = MemberList("job", 0, members(names))
 
     def act(name):
-        lost = SimpleNamespace(group=group, roster=roster, host=name, coordinates=False)
-        return succeed(lost, dict(roster.members)[name], Restarts(limit, done), folder, least, 40)
+        lost = SimpleNamespace(group=group, member_list=member_list, host=name, coordinates=False)
+        return succeed(lost, dict(member_list.members)[name], Restarts(limit, done), folder, least, 40)
 
     with ThreadPoolExecutor() as pool:
         found = dict(zip(living, pool.map(act, living), strict=True))
@@ -60,7 +60,7 @@ def succeed_all(group, folder, names, living, least=2, done=0, limit=3):
 def test_the_next_machine_takes_over_and_all_follow_its_decision(group, folder):
     found = succeed_all(group, folder, "abc", "bc")
     meetings, decisions = zip(*found.values(), strict=True)
-    assert [meeting.coordinates for meeting in meetings] == [True, False]
+    assert [rendezvous.coordinates for rendezvous in meetings] == [True, False]
     assert {(each.goes_on, each.restarts, each.step) for each in decisions} == {(True, 1, 40)}
     assert "has taken over, with 2 machines" in decisions[0].message
     claim = Claim.read(folder)
@@ -106,7 +106,7 @@ def test_a_coordinator_stops_when_another_one_has_taken_over(folder, job, term, 
     heard = threading.Event()
     before = signal.signal(succession.FENCE_SIGNAL, lambda *_: heard.set())
     try:
-        fence = Fence(SimpleNamespace(roster=Roster("job", 0)), folder)
+        fence = Fence(SimpleNamespace(member_list=MemberList("job", 0)), folder)
         write_json(folder.claim_path, {"job": 5})
         time.sleep(0.05)
         write_json(folder.claim_path, asdict(Claim(job, term, "b", "127.0.7.2", 29400)))
@@ -119,9 +119,9 @@ def test_a_coordinator_stops_when_another_one_has_taken_over(folder, job, term, 
 
 def test_a_machine_that_returns_finds_the_new_coordinator(group, folder):
     port = find_free_port("127.0.7.2")
-    heir = Meeting(replace(group, host="127.0.7.2", port=port, coordinates=True), "b", Restarts(3), "127.0.7.2")
+    heir = AgentRendezvous(replace(group, host="127.0.7.2", port=port, coordinates=True), "b", Restarts(3), "127.0.7.2")
     try:
-        claim = Claim(heir.roster.job, 1, "b", "127.0.7.2", port)
+        claim = Claim(heir.member_list.job, 1, "b", "127.0.7.2", port)
         write_json(folder.claim_path, asdict(claim))
         deadline = time.monotonic() + 60
         while (found := find_coordinator(group, folder)) == group and time.monotonic() < deadline:
@@ -152,7 +152,7 @@ def test_a_damaged_claim_is_ignored(group, folder, damage):
 def test_the_fence_ends_the_wait_of_an_agent_at_once(folder):
     """It asks for no save, which would take up to `notice_seconds`."""
     with pytest.raises(SignalException), stops_forwarded(60.0, folder.stop_path):
-        fence = Fence(SimpleNamespace(roster=Roster("job", 0)), folder)
+        fence = Fence(SimpleNamespace(member_list=MemberList("job", 0)), folder)
         write_json(folder.claim_path, asdict(Claim("job", 1, "b", "127.0.7.2", 29400)))
         time.sleep(30)
     assert fence.successor == "b" and folder.death_path.exists() and not folder.stop_path.exists()

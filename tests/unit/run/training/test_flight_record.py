@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from echelon.learn.distributed.stamp import Stamp
-from echelon.run.supervise.hang_verdict import Collective, Group, explain_hang, read_records
+from echelon.run.supervise.hang_verdict import Collective, WatchedGroup, explain_hang, read_records
 from echelon.run.training.flight_record import write_record
 
 LATER = 4_000_000_000_000_000_000  # after every real entry, in nanoseconds
@@ -166,7 +166,7 @@ def test_the_verdict_names_the_rank_that_nccl_waits_for(record):
     """Two ranks read a value of their GPU, which waits for the third: that one is in code of its own."""
     first = record(entry("all_reduce", 4), entry("_all_gather_base", 5, "started", created=LATER + 1))
     [key] = {each.group for each in first.collectives if each.name == "_all_gather_base"}
-    groups = {key: Group("dp_shard", [0, 1, 2])}
+    groups = {key: WatchedGroup("dp_shard", [0, 1, 2])}
     first = replace(first, groups=groups, collectives=[each for each in first.collectives if each.group == key])
     late = replace(first, rank=2, place="data.py:7 (read)", waits_in=None, collectives=first.collectives[:-1])
     verdict = explain_hang([first, replace(first, rank=1), late])

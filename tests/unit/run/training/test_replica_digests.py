@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.run.training import replicas
-from echelon.run.training.replicas import Difference, describe_differences, find_odd_ranks, hash_bits
+from echelon.run.training.replicas import ReplicaDifference, describe_differences, find_odd_ranks, hash_bits
 
 WORD = 2**64 - 1
 
@@ -46,5 +46,5 @@ def test_the_rank_that_differs_from_the_majority_is_named_or_both_of_two():
     assert find_odd_ranks({0: same, 1: same, 2: other}) == (2,)
     assert find_odd_ranks({0: same, 1: other}) == (0, 1)
     assert find_odd_ranks({1: third, 3: other, 5: same}) == (1, 3, 5)
-    message = describe_differences([Difference((2,), (0, 1, 2), "norm", 1)], 7)
+    message = describe_differences([ReplicaDifference((2,), (0, 1, 2), "norm", 1)], 7)
     assert message.startswith("after step 7: rank 2 has other weights than rank 0, 1, and all must be equal")

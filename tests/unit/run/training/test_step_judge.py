@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from echelon.learn.engines.engine import Finding
+from echelon.learn.engines.engine import NonFinite
 from echelon.recipe import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.training.bad_steps import StepJudge
@@ -104,8 +104,8 @@ def test_suppressed_steps_are_in_the_state_and_in_the_events(tmp_path):
 
 
 def test_the_first_finding_over_ranks_and_microbatches():
-    output, gradient = Finding(0, 9, "model.layers.1.mlp"), Finding(2, 0, "model.norm")
-    diagnosis = merge_findings([[(None, [1, 2]), (gradient, [3, 4])], [(output, [5, 6]), (Finding(0, 30, "x"), [7])]])
+    output, gradient = NonFinite(0, 9, "model.layers.1.mlp"), NonFinite(2, 0, "model.norm")
+    diagnosis = merge_findings([[(None, [1, 2]), (gradient, [3, 4])], [(output, [5, 6]), (NonFinite(0, 30, "x"), [7])]])
     assert (diagnosis.finding, diagnosis.ranks, diagnosis.sample_ids) == (output, (1,), (5, 6, 7))
     assert "the output of model.layers.1.mlp, only on rank 1. Samples 5, 6, 7." in diagnosis.describe()
     nothing = merge_findings([[(None, list(range(20)))], [(None, [20])]])

@@ -14,7 +14,7 @@ from echelon.launch.shell import guard_setup
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.recipe import LaunchConfig
 from echelon.tools.doctor import machine
-from echelon.tools.doctor.link_probe import Examination, Probe, probe_script, rounds
+from echelon.tools.doctor.link_probe import Examination, ProbeProcess, probe_script, rounds
 from echelon.tools.doctor.speed import Speed, find_slow
 from echelon.tools.doctor.verdict import judge
 
@@ -208,7 +208,7 @@ def test_the_typical_value_is_the_median_of_best_pairs():
 
 def test_answers_are_found_in_other_output_and_exits_are_explained():
     code = "print('Loading modules', flush=True); input(); print('@echelon {\"time\": 5.0}', flush=True); 1/0"
-    probe = Probe("a", [sys.executable, "-c", code])
+    probe = ProbeProcess("a", [sys.executable, "-c", code])
     assert probe.ask("clock", 20) == {"time": 5.0}
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         probe.ask("clock", 20)
@@ -216,7 +216,7 @@ def test_answers_are_found_in_other_output_and_exits_are_explained():
 
 
 def test_a_machine_that_does_not_answer_times_out():
-    probe = Probe("a", ["sleep", "60"])
+    probe = ProbeProcess("a", ["sleep", "60"])
     with pytest.raises(LaunchError, match=r"no answer in 0 s"):
         probe.ask("clock", 0.2)
     with pytest.raises(LaunchError, match="skipped"):

@@ -15,8 +15,8 @@ from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordFo
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
 from echelon.tools.sweep.conduct import check_sweep, run_sweep
-from echelon.tools.sweep.conductor import Ending, StopWord
-from echelon.tools.sweep.slots import Slot
+from echelon.tools.sweep.conductor import StopWord, SweepEnding
+from echelon.tools.sweep.slots import TrialSlot
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL
 
@@ -93,14 +93,14 @@ def run(
     stop: StopWord | None = None,
     text: str = SMALL,
     **settings: Any,
-) -> tuple[Ending, dict[str, Any], list[str]]:
+) -> tuple[SweepEnding, dict[str, Any], list[str]]:
     (here / "recipe.yaml").write_text(text)
     keys = {"name": "lr", "sampler": "grid", "parallel": 2, **settings}
     (here / "sweep.yaml").write_text(yaml.safe_dump({"sweep": keys, "recipe": "recipe.yaml", "search": search}))
     monkeypatch.setattr(session, "find_launcher", lambda target: launcher)
     lines = LogLines().lines
     checked = check_sweep(Path("sweep.yaml"))
-    slots = tuple(Slot(index) for index in range(checked.sweep.sweep.parallel))
+    slots = tuple(TrialSlot(index) for index in range(checked.sweep.sweep.parallel))
     ending, results = run_sweep(checked, slots, stop or StopWord())
     return ending, results, lines
 

@@ -14,7 +14,7 @@ from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.records import record_job, write_job
 from echelon.tools.sweep import conduct as session
 from echelon.tools.sweep.conduct import check_sweep, plan_arrays, render_first_array
-from echelon.tools.sweep.conductor import Ending
+from echelon.tools.sweep.conductor import SweepEnding
 from echelon.tools.sweep.space import Values
 from echelon.tools.sweep.trials import Trials
 from tests.unit.recipe_samples import SMALL
@@ -94,7 +94,7 @@ def test_which_sweeps_use_an_array(
 def test_a_sweep_as_one_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(fails=lambda recipe: "no number." if recipe.optim.learning_rate > 5e-3 else None)
     ending, results, lines = run(here, monkeypatch, launcher)
-    assert ending == Ending("done")
+    assert ending == SweepEnding("done")
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ALL
     assert sum(" is submitted as 00" in line for line in lines) == 6
     assert [each["state"] for each in results["trials"]] == ["done"] * 4 + ["failed"] * 2
@@ -112,7 +112,7 @@ def test_a_killed_sweep_adopts_its_array(here: Path, monkeypatch: pytest.MonkeyP
         run(here, monkeypatch, launcher)
     launcher.kill_at = 10**9
     ending, results, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done") and len(results["trials"]) == 6
+    assert ending == SweepEnding("done") and len(results["trials"]) == 6
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ALL
 
 
@@ -124,7 +124,7 @@ def test_the_rest_of_an_array_is_another_array(here: Path, monkeypatch: pytest.M
     launcher.states = {name: JobStatus("stopped", exit_code=3) for name in ALL}
     launcher.states["001"] = JobStatus("done", exit_code=0)
     ending, _, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done")
+    assert ending == SweepEnding("done")
     assert launcher.arrays == [(6, 2), (5, 2)]
     assert sorted(launcher.submitted) == sorted([*ALL, *ALL[:1], *ALL[2:]])
     assert json.loads(Path("sweeps/lr/jobs/005-2/job.json").read_text())["id"] == "005"
@@ -150,7 +150,7 @@ def test_restarts_wait_for_free_slots_of_an_array(here: Path, monkeypatch: pytes
 
     launcher.status = status  # type: ignore[method-assign]
     ending, results, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
+    assert ending == SweepEnding("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ["000", "003", "005"]
     assert {count for name, count in under_way if name != "004"} == {0}  # two running trials leave no slot
     assert under_way[-1] == ("004", 3)
@@ -159,7 +159,7 @@ def test_restarts_wait_for_free_slots_of_an_array(here: Path, monkeypatch: pytes
 def test_a_refused_array_goes_one_by_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(most=5)
     ending, results, lines = run(here, monkeypatch, launcher)
-    assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
+    assert ending == SweepEnding("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
     assert launcher.arrays == [] and launcher.submitted == ALL
     assert "jobs: one by one, because the array was refused: Slurm refused `sbatch`: too many." in lines
 
@@ -170,7 +170,7 @@ def test_a_target_that_refuses_all_jobs_fails_no_trial(here: Path, monkeypatch: 
         run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=5, parallel=9)
     launcher.most = 100
     ending, results, _ = run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=5, parallel=9)
-    assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 5
+    assert ending == SweepEnding("done") and [each["state"] for each in results["trials"]] == ["done"] * 5
     assert launcher.arrays == [(5, 5)]
 
 
@@ -195,5 +195,5 @@ def test_many_trials_are_split_into_several_arrays(here: Path, monkeypatch: pyte
     monkeypatch.setattr(session, "_MOST_AT_ONCE", 4)
     launcher = StubArrays()
     ending, _, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done")
+    assert ending == SweepEnding("done")
     assert launcher.arrays == [(4, 2), (2, 2)] and launcher.submitted == ALL

@@ -12,7 +12,7 @@ from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
 from echelon.tools.sweep.conduct import check_sweep
-from echelon.tools.sweep.conductor import Ending, StopWord
+from echelon.tools.sweep.conductor import StopWord, SweepEnding
 from echelon.tools.sweep.slots import find_share, share_machine
 from tests.unit.recipe_samples import SMALL
 from tests.unit.tools.sweep.sweep_jobs import EVERY, RANDOM, Killed, StubLauncher, loss_of, run, values_of
@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_sweep_to_its_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubLauncher()
     ending, results, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done")
+    assert ending == SweepEnding("done")
     best = results["trials"][0]
     assert best["parameters"] == {"optim.learning_rate": 1e-3, "optim.weight_decay": 0.0}
     assert best["value"] == EVERY / 40 and best["rank"] == 1 and best["trial"] == results["best"]
@@ -53,7 +53,7 @@ def test_a_killed_sweep_adopts_its_jobs(here: Path, monkeypatch: pytest.MonkeyPa
         run(here, monkeypatch, launcher)
     launcher.kill_at = 10**9
     ending, results, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done") and len(results["trials"]) == 6
+    assert ending == SweepEnding("done") and len(results["trials"]) == 6
     assert sorted(launcher.submitted) == [f"{number:03d}" for number in range(6)]
 
 
@@ -101,10 +101,10 @@ def test_a_failing_trial_does_not_affect_the_others(here: Path, monkeypatch: pyt
 def test_failures_in_a_row_end_the_sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubLauncher(fails=lambda recipe: "no such file")
     ending, results, _ = run(here, monkeypatch, launcher, max_failures=2, parallel=1)
-    assert ending == Ending("failed", "2 failures in a row, the last: trial 1: no such file")
+    assert ending == SweepEnding("failed", "2 failures in a row, the last: trial 1: no such file")
     assert len(launcher.submitted) == 2 and results["best"] is None
     ending, results, _ = run(here, monkeypatch, StubLauncher(), max_failures=2, parallel=1)
-    assert ending == Ending("done")
+    assert ending == SweepEnding("done")
     assert [each["state"] for each in results["trials"]] == ["done"] * 4 + ["failed"] * 2
 
 
@@ -123,7 +123,7 @@ def test_a_trial_that_does_worse_is_pruned(here: Path, monkeypatch: pytest.Monke
     text = SMALL.replace("steps: 100", f"steps: 100\n  eval_every: {EVERY}")
     settings = {"pruner": "asha", "seed": 1, "parallel": 1}
     ending, results, lines = run(here, monkeypatch, first, search, text=text, **settings)
-    assert ending == Ending("done")
+    assert ending == SweepEnding("done")
     assert [(each["state"], each["rank"]) for each in results["trials"]] == [("done", 1), ("pruned", None)]
     assert first.cancelled == ["001"] and "trial 1 pruned" in lines
 
@@ -138,14 +138,16 @@ def test_a_stopped_sweep_is_resumed_by_the_next(here: Path, monkeypatch: pytest.
 
     launcher.status = status  # type: ignore[method-assign]
     ending, results, _ = run(here, monkeypatch, launcher, stop=stop)
-    assert ending == Ending("stopped", "stopped by SIGTERM; its trials have saved; the same command resumes the sweep")
+    assert ending == SweepEnding(
+        "stopped", "stopped by SIGTERM; its trials have saved; the same command resumes the sweep"
+    )
     assert sorted(launcher.cancelled) == ["000", "001"]
     assert [each["state"] for each in results["trials"]] == ["unfinished"] * 2
     launcher.holds, launcher.status = False, original  # type: ignore[method-assign]
     # A job stopped before training begins exits with 1, which is not a failure of the trial either.
     launcher.states["001"] = JobStatus("failed", "exit code 1", 1)
     ending, results, _ = run(here, monkeypatch, launcher)
-    assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
+    assert ending == SweepEnding("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
     assert len(launcher.submitted) == 8
 
 

@@ -6,7 +6,7 @@ from echelon.ground.extras import find_absent, require_extra
 from echelon.recipe import Recipe
 from echelon.recipe.names import TRACKERS
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder
+from echelon.run.journal.trackers.forwarder import ForwarderState, MetricsForwarder
 from echelon.run.journal.trackers.tracker import Tracker, has_login
 
 __all__ = ["MetricsForwarder", "catch_up", "check_trackers", "start_trackers"]
@@ -57,7 +57,7 @@ def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int) -> list
 
 def catch_up(recipe: Recipe, folder: RunFolder) -> None:
     """Send missing rows to the trackers of a finished run: after an outage, or all rows for a new tracker."""
-    behind = [name for name in recipe.track if not Ledger.read(folder.tracker_path(name)).complete]
+    behind = [name for name in recipe.track if not ForwarderState.read(folder.tracker_path(name)).complete]
     names = [name for name in behind if find_absent(name) is not None or TRACKERS[name].is_store]
     if not names:
         return

@@ -41,7 +41,7 @@ class _Entries:
 
 
 @dataclass
-class Ledger:
+class ForwarderState:
     """The state of one tracker in the run folder: `trackers/NAME.json`.
 
     `run_key` identifies the tracking run. It is written before that run is created, so that a crash does not lead to a
@@ -54,7 +54,7 @@ class Ledger:
     complete: bool = False
 
     @classmethod
-    def read(cls, path: Path) -> "Ledger":
+    def read(cls, path: Path) -> "ForwarderState":
         """Read the ledger; return a new one if the file is missing or damaged."""
         try:
             found = read_as(path, _Entries)
@@ -82,7 +82,7 @@ class MetricsForwarder:
         """`resumed_step`: step of the checkpoint that the run resumes from; None if the run does not train."""
         self._resumed_step = resumed_step
         self._tracker = tracker
-        self._ledger = Ledger.read(ledger_path)
+        self._ledger = ForwarderState.read(ledger_path)
         self._metrics_path = metrics_path
         self._held: Held = defaultdict(int, self._ledger.steps)
         self._reader: RowReader | None = None  # None: the tracker must be opened first

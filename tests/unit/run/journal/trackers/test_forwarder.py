@@ -16,7 +16,7 @@ from echelon.recipe.names import TRACKERS
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers, start_trackers
 from echelon.run.journal.trackers import forwarder as forwarder_module
-from echelon.run.journal.trackers.forwarder import Ledger, MetricsForwarder, RowReader
+from echelon.run.journal.trackers.forwarder import ForwarderState, MetricsForwarder, RowReader
 from echelon.run.journal.trackers.tracker import Opened, scalars
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL, load_text
@@ -111,7 +111,7 @@ def test_rows_are_sent_during_the_run_and_at_its_end(run):
     forwarder.close(done=True)
     assert (steps(shelf), steps(shelf, "eval"), shelf.finished) == ([1, 2, 3], [3], [True])
     assert run.lines == ["track: shelf in memory"]
-    assert Ledger.read(run.ledger).complete
+    assert ForwarderState.read(run.ledger).complete
 
 
 def test_an_outage_is_reported_once_and_loses_nothing(run):
@@ -151,11 +151,11 @@ def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     assert time.monotonic() - started < 20
     [line] = run.said("is missing")
     assert line == "track: shelf is missing 3 of 3 rows; run the same command again to send them"
-    assert not Ledger.read(run.ledger).complete
+    assert not ForwarderState.read(run.ledger).complete
     until(lambda: not any(thread.name == "forwarder-shelf" for thread in threading.enumerate()))
     shelf.error = None
     run.start(shelf).close(done=True)
-    assert steps(shelf) == [1, 2, 3] and Ledger.read(run.ledger).complete
+    assert steps(shelf) == [1, 2, 3] and ForwarderState.read(run.ledger).complete
 
 
 def test_a_file_that_cannot_be_read_does_not_end_training(run):
