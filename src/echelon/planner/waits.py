@@ -31,7 +31,7 @@ def expect_waits(plan: ParallelPlan, num_layers: int, seconds: float, jitter: fl
     """
     if not jitter:
         return {}
-    meetings = {name: rendezvous for axis in AXES for name, rendezvous in axis.meetings(plan, num_layers).items()}
+    meetings = {name: meeting for axis in AXES for name, meeting in axis.meetings(plan, num_layers).items()}
     several = {name: (ranks, times) for name, (ranks, times) in meetings.items() if ranks > 1}
     total = sum(times for _, times in several.values())
     return {

@@ -96,10 +96,10 @@ def _compare(small: PreTrainedModel, method: CpMethod, attention: str, traits: T
     is_possible = method != "ulysses" or heads % _SIZE == 0 or attention not in BY_MASK
     chosen: CpMethod = method if is_possible else "allgather"
     for name, (rows, expected) in cases.items():
-        rendezvous = _Meeting()
-        contexts = [Context(_ThreadPeers(rank, rendezvous), chosen, attention) for rank in range(_SIZE)]
+        exchange = _ThreadExchange()
+        contexts = [Context(_ThreadPeers(rank, exchange), chosen, attention) for rank in range(_SIZE)]
         with ThreadPoolExecutor(_SIZE) as threads:
-            run = partial(_run_part, small, traits, packed.tokens, rows, rendezvous)
+            run = partial(_run_part, small, traits, packed.tokens, rows, exchange)
             found = list(threads.map(run, contexts))
         for context, logits in zip(contexts, found, strict=True):
             if not is_close(logits, context.part.take(expected, 1)):
@@ -113,7 +113,7 @@ def _run_part(
     traits: Traits,
     tokens: Tensor,
     rows: tuple[Tensor | None, Tensor | None],
-    rendezvous: "_Meeting",
+    exchange: "_ThreadExchange",
     context: Context,
 ) -> Tensor:
     """Return the logits of a part, in a thread of its own. `no_grad` holds for one thread."""
@@ -123,18 +123,18 @@ def _run_part(
     try:
         return run_copy(own, here, **divided_inputs(own, context, traits, here, part, *rows))
     except Exception:
-        rendezvous.leave()
+        exchange.leave()
         raise
 
 
-class _Meeting:
+class _ThreadExchange:
     """Where threads exchange tensors: each brings one, and takes those of all."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(_SIZE)
         self._brought: dict[int, Tensor] = {}
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+    def swap(self, rank: int, tensor: Tensor) -> list[Tensor]:
         """Return what each thread brought, by rank."""
         self._brought[rank] = tensor
         self._barrier.wait()
@@ -152,25 +152,25 @@ class _ThreadPeers(Peers):
 
     size = _SIZE
 
-    def __init__(self, rank: int, rendezvous: _Meeting) -> None:
+    def __init__(self, rank: int, exchange: _ThreadExchange) -> None:
         self.rank = rank
-        self._rendezvous = rendezvous
+        self._exchange = exchange
 
     @override
     def gather(self, part: Tensor) -> Tensor:
-        return torch.stack(self._rendezvous.exchange(self.rank, part))
+        return torch.stack(self._exchange.swap(self.rank, part))
 
     @override
     def swap(self, parts: Tensor) -> Tensor:
-        return torch.stack([parts_of_rank[self.rank] for parts_of_rank in self._rendezvous.exchange(self.rank, parts)])
+        return torch.stack([parts_of_rank[self.rank] for parts_of_rank in self._exchange.swap(self.rank, parts)])
 
     @override
     def add_up(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._rendezvous.exchange(self.rank, tensor)).sum(0)
+        return torch.stack(self._exchange.swap(self.rank, tensor)).sum(0)
 
     @override
     def shift(self, tensor: Tensor, stream: int = 0) -> Callable[[], Tensor]:
-        return partial(self._rendezvous.exchange(self.rank, tensor).__getitem__, (self.rank - 1) % self.size)
+        return partial(self._exchange.swap(self.rank, tensor).__getitem__, (self.rank - 1) % self.size)
 
     @override
     def isolated(self) -> AbstractContextManager[None]:
