@@ -1,14 +1,15 @@
 """Work between two steps: comparing ranks, evaluating, saving, and stopping on request."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.run.training.evaluations import Evaluations
-from echelon.run.training.pass_comparison import OddPass, compare_passes, describe_passes
-from echelon.run.training.replicas import ReplicaDifference, compare_replicas, describe_differences
+from echelon.run.training.pass_comparison import compare_passes, describe_passes
+from echelon.run.training.replicas import compare_replicas, describe_differences
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
@@ -30,8 +31,39 @@ class Due:
         return self.comparison or self.evaluation or self.checkpoint or self.snapshot
 
 
-WORKS = tuple(field.name for field in fields(Due))
+WORKS = tuple(work.name for work in fields(Due))
 """The names of all works that may be due."""
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """What ranks compare at an interval, and before each save, since a checkpoint has the weights of one replica.
+
+    Attributes:
+        every: the interval in steps.
+        event: the name of an event for each difference, a dataclass.
+        find: the differences after a step, the same on every rank. Collective.
+        describe: the message of a run that ends because of them.
+    """
+
+    every: int
+    event: str
+    find: Callable[[int], list[Any]]
+    describe: Callable[[list[Any], int], str]
+
+
+def build_comparisons(learner: "Learner") -> list[RankComparison]:
+    """Return what the recipe's `fault` has ranks compare: the weights of replicas, and results from the same tokens."""
+    fault, comparisons = learner.recipe.fault, []
+
+    def compare_weights(step: int) -> list[Any]:
+        return compare_replicas(learner.engine.state_dict(), learner.meshes)
+
+    if (every := fault.verify_replicas_every) is not None:
+        comparisons.append(RankComparison(every, "replicas_differ", compare_weights, describe_differences))
+    if (every := fault.verify_passes_every) is not None:
+        comparisons.append(RankComparison(every, "passes_differ", partial(compare_passes, learner), describe_passes))
+    return comparisons
 
 
 @dataclass
@@ -47,16 +79,10 @@ class Pauses:
     evaluations: Evaluations | None
     accounting: Accounting
     stop: StopRequest
+    comparisons: list[RankComparison] = field(init=False)
 
-    @property
-    def compare_every(self) -> int | None:
-        """The interval in steps at which replicas are compared, also before each save; None for never."""
-        return self.learner.recipe.fault.verify_replicas_every
-
-    @property
-    def compare_passes_every(self) -> int | None:
-        """The interval in steps at which ranks compute the same tokens, also before each save; None for never."""
-        return self.learner.recipe.fault.verify_passes_every
+    def __post_init__(self) -> None:
+        self.comparisons = build_comparisons(self.learner)
 
     @property
     def patience(self) -> int | None:
@@ -69,9 +95,7 @@ class Pauses:
         Collective after some steps. `is_last`: whether it is the run's last step.
         """
         return Due(
-            comparison=any(
-                every is not None and done % every == 0 for every in (self.compare_every, self.compare_passes_every)
-            ),
+            comparison=any(done % comparison.every == 0 for comparison in self.comparisons),
             evaluation=self.evaluations is not None and (is_last or self.evaluations.is_due(done)),
             checkpoint=is_last or self.saver.agree_on_save(done),
             snapshot=self.saver.snapshot_due(done),
@@ -92,10 +116,8 @@ class Pauses:
             CheckpointError: see Saver.
         """
         is_best = False
-        if self.compare_every is not None:  # also before a save, which stores the weights of one replica
-            self._compare_replicas(state.step)
-        if self.compare_passes_every is not None:
-            self._compare_passes(state.step)
+        for comparison in self.comparisons:
+            self._compare(comparison, state.step)
         if self.evaluations is not None and due.evaluation:
             state = self.evaluations.run(state)
             is_best = not state.owes_evaluation and state.best_step == state.step
@@ -109,19 +131,10 @@ class Pauses:
         self.accounting.restart_clock()
         return state
 
-    def _compare_replicas(self, step: int) -> None:
-        """Raise TrainingError if replicas have different weights. Collective."""
-        if differences := compare_replicas(self.learner.engine.state_dict(), self.learner.meshes):
-            self._give_up("replicas_differ", step, differences, describe_differences(differences, step))
-
-    def _compare_passes(self, step: int) -> None:
-        """Raise TrainingError if ranks compute different results from the same tokens. Collective."""
-        if found := compare_passes(self.learner, step):
-            self._give_up("passes_differ", step, found, describe_passes(found, step))
-
-    def _give_up(self, event: str, step: int, found: Sequence[ReplicaDifference | OddPass], message: str) -> NoReturn:
-        """Write an event for each difference, and raise TrainingError. Collective."""
-        self.saver.wait()  # the pending save was compared before it began
-        for difference in found:
-            self.accounting.event(event, step=step, **asdict(difference))
-        raise TrainingError(message)
+    def _compare(self, comparison: RankComparison, step: int) -> None:
+        """Raise TrainingError if ranks differ, after an event for each difference. Collective."""
+        if differences := comparison.find(step):
+            self.saver.wait()  # the pending save was compared before it began
+            for difference in differences:
+                self.accounting.event(comparison.event, step=step, **asdict(difference))
+            raise TrainingError(comparison.describe(differences, step))

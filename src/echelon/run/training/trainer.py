@@ -155,13 +155,18 @@ class Trainer:
         self._pending.append(PendingMetrics(record, self.train_step.learner.meshes, self.accounting.measure(step)))
 
     def do_due(self, step: int, names: Sequence[str] = WORKS) -> None:
-        """Do those of these works that are due after a step and were not done before. Collective."""
-        self.owes_pause = True
+        """Do those of these works that are due after a step and were not done before. Collective.
+
+        The trainer's own loop asks for all works at once; an own loop may ask for an evaluation, and later for a save.
+        """
+        self.owes_pause = True  # a replica that is lost from here on leaves this to the next group: `_make_up`
+        # Ranks agree once after each step, even if the loop asks twice: agreeing may be a collective.
         due = self._agree_on_due(step + 1) if self._due is None else self._due
         now = replace(Due(), **{name: getattr(due, name) for name in names})
         self._due = replace(due, **dict.fromkeys(names, False))
+        # A stop is agreed with the metrics of a step, so all ranks see it before the same step and leave together.
         if now or self.stop.agreed is not None:
-            self._account_all()
+            self._account_all()  # a checkpoint counts the tokens of all steps before it
             # A checkpoint from before an evaluation says that it is still to be done.
             self.state = replace(self.state, owes_evaluation=self.state.owes_evaluation or self._due.evaluation)
             self.state = self.pauses.run(self.state, now)
