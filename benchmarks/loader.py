@@ -17,7 +17,7 @@ from echelon.learn.data.feed import open_feed
 from echelon.learn.data.loader import BatchPlace
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.prepared import open_prepared
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from large_corpus import RECIPE, drop_from_cache, write_corpus
 

@@ -27,7 +27,7 @@ from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.process_group import start_runtime
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")

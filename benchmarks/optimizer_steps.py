@@ -18,7 +18,7 @@ from torch import nn
 from echelon.learn.optimizer.compiled_update import CompiledUpdate
 from echelon.learn.optimizer.slot import Slot
 from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule, compile_rule
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 from measuring import describe_machine, measure_copy, spread, synchronize
 
 LAYER = {"attention": ((2048, 2048), 4), "wide": ((5632, 2048), 2), "narrow": ((2048, 5632), 1), "norms": ((2048,), 2)}

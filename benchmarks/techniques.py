@@ -38,7 +38,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.process_group import start_runtime
 from measuring import NotHere, describe_machine, measure_rows, spread, synchronize
 from turns import Gate, Side, take_turns

@@ -20,7 +20,8 @@ from echelon.learn.model.parts import find_layers
 from echelon.learn.model.varlen_attention import VARLEN
 from echelon.learn.parallel.compilation import apply_compile
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe import AdapterConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import AdapterConfig
 from tests.codegen.compiler import backend
 
 ROWS, LENGTH, HIDDEN, HEADS, WIDTH, DOCUMENTS = 8, 2048, 2048, 16, 128, 64

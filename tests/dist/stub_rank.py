@@ -13,7 +13,7 @@ from echelon.ground.errors import ConfigError, EchelonError
 from echelon.ground.logs import log_to_console
 from echelon.ground.stored import write_json, write_text
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle import session

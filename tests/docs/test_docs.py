@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import yaml
 
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
 from echelon.recipe.starter import render_starter

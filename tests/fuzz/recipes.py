@@ -10,7 +10,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Cluster, parse_devices
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.foreign.zero_folder import read_zero_folder
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.fuzz.damage import ODD_FILES, damage_bytes, foreign_files, put_odd_file
 from tests.fuzz.judge import Tally, limited_memory
 from tests.fuzz.recall import recalled, undamaged

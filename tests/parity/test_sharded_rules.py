@@ -11,7 +11,7 @@ from echelon.learn.optimizer.rounding import random_bits
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.learn.optimizer.slot import Slot
 from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 pytestmark = pytest.mark.dist
 

@@ -32,8 +32,8 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import ObjectiveConfig
 from echelon.recipe.load import load_recipe
+from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer

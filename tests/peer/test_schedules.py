@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
-from echelon.recipe import OptimConfig
 from echelon.recipe.batches import constant_batch
 from echelon.recipe.schedule import build_schedule, find_warmup
+from echelon.recipe.training import OptimConfig
 
 PEAK, WARMUP, STEPS = 0.5, 10, 100
 ONE = constant_batch(1, 1)

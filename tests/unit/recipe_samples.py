@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 
 SMALL = """\

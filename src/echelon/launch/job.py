@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from echelon.learn.benchmarks.task_files import is_question_file, is_task_file
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.section import Section
 

@@ -39,7 +39,8 @@ from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.replica_limits import refuse_living_on
-from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.messages import read_fault
 from echelon.recipe.names import LAUNCHERS
 from echelon.recipe.render import find_secret_keys, plain_value, recipe_mapping

@@ -17,7 +17,7 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 
 # Files in the job's folder.
 _SCRIPT, _LOG, _CODE = "run.sh", "output.log", "exit_code"

@@ -32,7 +32,7 @@ from echelon.launch.job_logs import name_ending
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, limit_command
 from echelon.launch.source_bundle import build_wheel, name_requirement
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.yaml_text import render_documents
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 

@@ -40,7 +40,7 @@ from echelon.launch.slurm_script import (
     render_machine,
 )
 from echelon.launch.slurm_step import list_hidden_inputs
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, STOPPED
 
 # Slurm's job states; every other state is a failure.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from echelon.ground.extras import EXTRAS
 from echelon.ground.plugins import read_own
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.engines import ENGINES
 
 PACKAGE = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, Launcher, Re
 from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
 from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import HOST, USER, Ssh, check_hosts, find_ssh, on_each
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 1.0

@@ -30,7 +30,7 @@ from echelon.learn.objectives.objective import Objective, as_objective, build_ob
 from echelon.learn.parallel.step import StepSums
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:
     from echelon.learn.data.shards import Dataset

@@ -21,7 +21,7 @@ from echelon.planner.kept_activations import list_activations
 from echelon.planner.memory_parts import MemoryParts
 from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from echelon.planner.hardware.detection import describe_cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 
 def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, PreparedData]:

@@ -10,7 +10,7 @@ from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.taught import TaughtRecord, find_records, with_teacher
 from echelon.learn.data.tokenizer import load_tokenizer
 from echelon.learn.model.model_folder import find_model_dir
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -47,7 +47,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule
 from echelon.learn.teacher import check_teacher, describe_values
 from echelon.planner.model_shape import logits_chunk_tokens
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from echelon.planner.adapter_plan import ROW_MULTIPLE, build_adapter_plan, targe
 from echelon.planner.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from echelon.recipe import AdapterConfig
+    from echelon.recipe.inputs import AdapterConfig
 
 
 def check_packages(adapter: "AdapterConfig") -> None:

@@ -11,7 +11,7 @@ from echelon.planner.model_shape import SCORE_HEAD, ExpertShape, LinearShape, Mo
 from echelon.planner.plan import AdapterPlan
 
 if TYPE_CHECKING:
-    from echelon.recipe import AdapterConfig
+    from echelon.recipe.inputs import AdapterConfig
 
 # Names of the modules that can be trained in full, in the families of transformers.
 _INPUT_TABLES = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings"))

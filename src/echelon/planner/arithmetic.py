@@ -16,7 +16,8 @@ from echelon.planner.plan import Precision, Rounding
 from echelon.recipe.data_formats import RECORD_FORMATS, masks_documents
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe, TrainConfig
+    from echelon.recipe.document import Recipe
+    from echelon.recipe.training import TrainConfig
 
 # On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), and the MFU without it, which
 # is only assumed.

@@ -50,7 +50,8 @@ from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
-    from echelon.recipe import ObjectiveConfig, Recipe
+    from echelon.recipe.document import Recipe
+    from echelon.recipe.objective import ObjectiveConfig
     from echelon.recipe.training import ParallelConfig
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.recipe.yaml_text import read_table, show_value
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 KEY = "deepspeed.config"
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}

@@ -11,7 +11,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 def find_row(recipe: "Recipe") -> EngineRow:

@@ -13,7 +13,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.time import TimeEstimate, estimate_time, name_part
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 _SHOWN_SHARE = 0.005  # smaller parts of a step are not shown
 

@@ -11,7 +11,8 @@ from echelon.planner.plan import ActivationCheckpointing, ParallelPlan
 from echelon.recipe.engines import ENGINES
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe, TrainConfig
+    from echelon.recipe.document import Recipe
+    from echelon.recipe.training import TrainConfig
 
 _KEY = "train.activation_checkpointing"
 _BUDGET = f"{_KEY}.memory_budget"

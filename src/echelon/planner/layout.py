@@ -17,7 +17,7 @@ from echelon.planner.plan import AXIS_ORDER, ParallelPlan
 from echelon.recipe.training import PLACEMENTS, AxisName, ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 # Longer microbatches would only use more memory: the products are large enough, and what a microbatch costs beside them
 # is small.

@@ -20,7 +20,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 # If the number of machines is not given, each type is tried with these until the plan fits.
 _COUNTS = (1, 2, 4, 8, 16)

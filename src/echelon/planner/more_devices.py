@@ -15,7 +15,7 @@ from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import RankedPlan, search_plans
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 def count_step_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind = "cuda") -> Mapping[str, float]:

@@ -9,7 +9,7 @@ from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 ANYWHERE = ("none", "bf16")
 """The methods of `sync.compress` that also work where parameters are sharded."""

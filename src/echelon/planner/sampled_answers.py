@@ -13,7 +13,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, SHARDING, ParallelPlan, RolloutPlan
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 # Passes over the keys and values for each token: they are copied when it is added, and read by attention.
 _CACHE_PASSES = 3

@@ -28,7 +28,7 @@ from echelon.planner.search_space import list_divided, list_layouts, list_micro_
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 Goal = Literal["time", "cost", "memory"]
 _FORECAST = (

@@ -26,7 +26,7 @@ from echelon.recipe.synchronization import EVERY_STEP
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 _LARGEST = 3  # micro batches of each layout that are tried, beside the smallest
 

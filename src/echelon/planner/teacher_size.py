@@ -10,7 +10,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import build_shape
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 def count_teacher(recipe: "Recipe") -> tuple[int, int]:

@@ -6,7 +6,7 @@ from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 def check_tensorflow(recipe: "Recipe", plan: ParallelPlan) -> None:

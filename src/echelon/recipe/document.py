@@ -1,6 +1,7 @@
 """The complete recipe: all top-level keys, and the rules that concern several sections."""
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +9,11 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
+from echelon.ground.extensions import EXTENSION
 from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.deepspeed import DeepspeedConfig
-from echelon.recipe.engines import ENGINES, find_refused
+from echelon.recipe.engines import ENGINES, NATIVE, OWN
 from echelon.recipe.horovod_config import HorovodConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.launch_sections import LaunchConfig
@@ -29,11 +31,11 @@ from echelon.recipe.operation import (
 )
 from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
-from echelon.recipe.section import OpenSection, PathOrName, name_or_mapping, rule
+from echelon.recipe.section import OpenSection, PathOrName, Section, name_or_mapping, rule
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
-from echelon.recipe.yaml_text import render_yaml
+from echelon.recipe.yaml_text import render_yaml, show_value
 
 MAX_RAMP_SIZES = 10_000
 
@@ -480,3 +482,32 @@ class Recipe(OpenSection):
         num_samples *= self.rollout.group_size if self.draws_answers else 1
         # In decimal arithmetic: in binary, 0.1 of 30 samples is slightly more than 3, which would add a step.
         return self.batches.num_steps(math.ceil(Fraction(str(self.train.epochs)) * num_samples))
+
+
+def find_refused(recipe: Section, engine: str) -> Iterator[str]:
+    """Yield a message for each key of a recipe that its engine cannot run, and for settings of another engine."""
+    for name in (*ENGINES.own, *(recipe.model_extra or ())):
+        section = getattr(recipe, name, None) if name in ENGINES else None
+        if section and name != engine and section != type(section)():
+            yield (
+                f"{name} has settings of engine={name}, and the recipe has engine={engine}; set engine: {name}, or "
+                f"remove {name}."
+            )
+    for limit in ENGINES[engine].limits if engine in ENGINES else ():
+        found, value = _find_value(recipe, limit.key)
+        if found and (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
+            possible = " or ".join(show_value(one) for one in limit.values)
+            yield (
+                f"{limit.key}={show_value(value)}: engine={engine} {limit.why}; use {limit.key}={possible}, or "
+                f"engine={NATIVE}."
+            )
+
+
+def _find_value(recipe: Section, key: str) -> tuple[bool, Any]:
+    """Whether the recipe has a key, and its value."""
+    value: Any = recipe
+    for part in key.split("."):
+        if not isinstance(value, Section):
+            return False, None
+        value = getattr(value, part)
+    return True, value

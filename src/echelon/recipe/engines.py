@@ -3,14 +3,11 @@
 To add one, write a builder and a row, and register the row as an entry point of the group `echelon.engines`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.ground.extensions import EXTENSION
 from echelon.ground.plugins import Plugins
 from echelon.recipe.section import Section
-from echelon.recipe.yaml_text import show_value
 
 NATIVE = "native"
 OWN = "package.module:Name"
@@ -63,32 +60,3 @@ class EngineRow:
 
 ENGINES = Plugins[EngineRow]("engines", "engine")
 """The engines by the recipe's `engine`."""
-
-
-def find_refused(recipe: Section, engine: str) -> Iterator[str]:
-    """Yield a message for each key of a recipe that its engine cannot run, and for settings of another engine."""
-    for name in (*ENGINES.own, *(recipe.model_extra or ())):
-        section = getattr(recipe, name, None) if name in ENGINES else None
-        if section and name != engine and section != type(section)():
-            yield (
-                f"{name} has settings of engine={name}, and the recipe has engine={engine}; set engine: {name}, or "
-                f"remove {name}."
-            )
-    for limit in ENGINES[engine].limits if engine in ENGINES else ():
-        found, value = _find_value(recipe, limit.key)
-        if found and (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
-            possible = " or ".join(show_value(one) for one in limit.values)
-            yield (
-                f"{limit.key}={show_value(value)}: engine={engine} {limit.why}; use {limit.key}={possible}, or "
-                f"engine={NATIVE}."
-            )
-
-
-def _find_value(recipe: Section, key: str) -> tuple[bool, Any]:
-    """Whether the recipe has a key, and its value."""
-    value: Any = recipe
-    for part in key.split("."):
-        if not isinstance(value, Section):
-            return False, None
-        value = getattr(value, part)
-    return True, value

@@ -17,10 +17,10 @@ from echelon.learn.data.prepare import prepare_data
 from echelon.learn.objectives.objective import build_objective
 from echelon.learn.optimizer.stepper import choose_rule
 from echelon.planner.memory import estimate_memory
-from echelon.recipe import OptimConfig
 from echelon.recipe.difference import blocking_differences
 from echelon.recipe.load import build_recipe, load_recipe
 from echelon.recipe.render import recipe_json_schema, render_recipe
+from echelon.recipe.training import OptimConfig
 from echelon.run.lifecycle.extension_checks import check_extensions, describe_extensions, list_extensions
 from echelon.run.training.callbacks import build_callbacks
 from tests.own_parts import write_package

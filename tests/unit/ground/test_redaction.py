@@ -14,7 +14,7 @@ from echelon.ground.errors import ConfigError, EchelonError, render_traceback
 from echelon.ground.redaction import find_secrets, redact, redact_text
 from echelon.launch.job_checks import check_job, refuse_secrets
 from echelon.launch.records import make_job
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.recipe.names import LAUNCHERS
 from echelon.recipe.render import find_secret_keys, render_recipe

@@ -19,7 +19,7 @@ from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig
+from echelon.recipe.inputs import AdapterConfig
 from echelon.recipe.load import load_recipe
 from tests.families import assert_same_shapes, small_config
 from tests.parity.training import Row, resolve, write_recipe

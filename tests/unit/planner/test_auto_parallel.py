@@ -22,7 +22,7 @@ from echelon.planner.search import search_plans
 from echelon.planner.search_space import list_divided
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.setup import prepare_run
 from tests.families import small_config

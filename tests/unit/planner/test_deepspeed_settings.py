@@ -12,7 +12,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.deepspeed_settings import build_settings
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.unit.recipe_samples import SMALL, load_text
 
 DEVICES = "4xH100"

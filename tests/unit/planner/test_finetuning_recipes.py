@@ -38,7 +38,7 @@ from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.model_checks import find_model_fields
 

@@ -9,7 +9,7 @@ from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.kept_activations import list_activations
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.unit.planner.test_search import LLAMA, fields
 
 SHAPE = build_shape(LLAMA)

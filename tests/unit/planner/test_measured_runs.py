@@ -17,7 +17,7 @@ from echelon.planner.measured_runs import MeasuredRun, describe_plan, read_histo
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.reckoning import reckon, sharpen_later_plans
 from tests.unit.planner.hardware.test_calibration import CALIBRATION, SHAPE, write_recipe

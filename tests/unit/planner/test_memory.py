@@ -21,7 +21,8 @@ from echelon.planner.model_shape import logits_chunk_tokens
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig, OptimConfig
+from echelon.recipe.inputs import AdapterConfig
+from echelon.recipe.training import OptimConfig
 from tests.families import small_model, small_scorer
 from tests.parity.training import MACHINE
 from tests.unit.recipe_samples import SMALL, load_text

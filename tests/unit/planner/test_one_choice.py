@@ -14,7 +14,7 @@ from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.machines import choose_instance
 from echelon.planner.search import take_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.model_checks import check_model
 from tests.unit.planner.test_search import LLAMA, fields

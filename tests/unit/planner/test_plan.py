@@ -12,17 +12,12 @@ from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_d
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import (
-    AdapterConfig,
-    BatchRampConfig,
-    CheckpointConfig,
-    DataConfig,
-    FaultConfig,
-    ObjectiveConfig,
-    SyncConfig,
-)
 from echelon.recipe.batches import constant_batch, ramp_batch
-from echelon.recipe.training import ParallelConfig
+from echelon.recipe.inputs import AdapterConfig, DataConfig
+from echelon.recipe.objective import ObjectiveConfig
+from echelon.recipe.operation import CheckpointConfig, FaultConfig
+from echelon.recipe.synchronization import SyncConfig
+from echelon.recipe.training import BatchRampConfig, ParallelConfig
 from tests.families import small_config
 
 FULL = AdapterConfig()

@@ -14,7 +14,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.search import search_plans
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.families import small_config
 
 EIGHT_B = {

@@ -27,7 +27,7 @@ from echelon.planner.reliability import (
 )
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.unit.planner.test_search import LLAMA, fields
 
 GIGA = 1e9

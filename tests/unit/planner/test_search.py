@@ -24,7 +24,7 @@ from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import rank_plans, search_plans
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 
 PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")

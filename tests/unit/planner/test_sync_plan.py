@@ -17,7 +17,8 @@ from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_living_on, resize
-from echelon.recipe import CheckpointConfig, FaultConfig, SyncConfig
+from echelon.recipe.operation import CheckpointConfig, FaultConfig
+from echelon.recipe.synchronization import SyncConfig
 from tests.unit.planner.test_plan import TINY, TINY_CONFIG, build_recipe, cpus
 
 DILOCO = {"name": "diloco", "replicas": 2}

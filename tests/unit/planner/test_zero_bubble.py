@@ -14,7 +14,7 @@ from echelon.planner.activation_memory import deferred_bytes
 from echelon.planner.adapter_plan import build_adapter_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig
+from echelon.recipe.inputs import AdapterConfig
 from tests.unit.planner.test_memory import BATCH, MODELS, SEQUENCE, build_model
 
 FAMILIES = [name for name in MODELS if name != "gpt2-dropout"]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe import Recipe
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT, apply_aliases
+from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import recipe_keys
 from tests.unit.recipe_samples import SMALL, load_text

@@ -12,8 +12,8 @@ from echelon.planner.engine_limits import compare_engines
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
-from echelon.recipe.engines import ENGINES, EngineRow, Limit, find_refused
+from echelon.recipe.document import Recipe, find_refused
+from echelon.recipe.engines import ENGINES, EngineRow, Limit
 from echelon.run.lifecycle.model_checks import check_model
 from tests.docs.reference import replace_table
 from tests.unit.recipe_samples import SMALL, load_text

@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe import ModelConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import ModelConfig
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from tests.unit.recipe_samples import SMALL, load_text, write_recipe

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe import ParallelConfig, TrainedTokenizerConfig
+from echelon.recipe.inputs import TrainedTokenizerConfig
+from echelon.recipe.training import ParallelConfig
 from tests.unit.recipe_samples import SMALL, load_text
 
 

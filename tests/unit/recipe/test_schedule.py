@@ -3,10 +3,10 @@
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe import OptimConfig
 from echelon.recipe.batches import constant_batch, ramp_batch
 from echelon.recipe.render import render_recipe
 from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
+from echelon.recipe.training import OptimConfig
 from tests.unit.recipe_samples import SMALL, load_text
 
 EIGHT = constant_batch(8, 64)

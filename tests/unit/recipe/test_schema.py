@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import recipe_json_schema, render_recipe

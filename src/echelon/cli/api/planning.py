@@ -26,7 +26,7 @@ from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.run.lifecycle.plan_build import build_stages
 from echelon.run.lifecycle.setup import describe_steps

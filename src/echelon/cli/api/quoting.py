@@ -19,7 +19,7 @@ from echelon.planner.hardware.instances import list_instances
 from echelon.planner.hardware.price_files import find_price_folder
 from echelon.planner.measured_runs import read_history
 from echelon.planner.quote import Quote, find_error_bar, order_quotes
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 
 _SHOWN = 12

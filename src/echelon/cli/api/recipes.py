@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.ground.redaction import redact_text
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import Overrides, build_recipe
 from echelon.recipe.load import load_recipe as load_recipe_file
 from echelon.recipe.render import recipe_mapping

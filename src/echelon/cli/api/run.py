@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from echelon.learn.checkpoint.folder import Checkpoint
     from echelon.planner.plan import ParallelPlan
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 class Run:

@@ -32,7 +32,7 @@ from echelon.planner.search import (
     take_plan,
 )
 from echelon.planner.time import name_part
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 
 # Machines of each type that are tried, if their number is not given.

@@ -37,7 +37,7 @@ from echelon.ground.scratch import scratch_folder
 from echelon.ground.stop_request import BEFORE_TRAINING, handled, start_watchdog, stops_told
 from echelon.ground.stored import read_as, write_json
 from echelon.ground.variables import read_environment
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import build_recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.run.lifecycle.early_checks import check_early

@@ -11,7 +11,7 @@ from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from echelon.learn.data.survey import FedDocument, SourceCounts
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

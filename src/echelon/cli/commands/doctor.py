@@ -17,7 +17,7 @@ from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.recipe import LaunchConfig
+    from echelon.recipe.launch_sections import LaunchConfig
     from echelon.tools.doctor.link_probe import Examination
     from echelon.tools.doctor.verdict import Finding
 

@@ -10,7 +10,7 @@ from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 def plan(

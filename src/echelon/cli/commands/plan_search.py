@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.reliability import RESTART_SECONDS, Reliability
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:
     from echelon.cli.api.plan_scaling import ScalingReport

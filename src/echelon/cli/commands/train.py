@@ -28,7 +28,7 @@ from echelon.ground.stop_request import BEFORE_TRAINING, STOP_SIGNALS, stops_tol
 if TYPE_CHECKING:
     from echelon.ground.hosts import HostGroup
     from echelon.ground.launch_environment import Role
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
     from echelon.run.supervise.outcome import Outcome
 
 logger = logging.getLogger(__name__)

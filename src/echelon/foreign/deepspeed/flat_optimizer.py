@@ -13,7 +13,7 @@ from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.rules import Item, Rule
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.learn.optimizer.stepper import choose_rule
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 
 class FlatOptimizer(torch.optim.Optimizer):

@@ -45,7 +45,7 @@ from echelon.learn.parallel.step import SingleStage, StepSums
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 
 class ZeroParallel(Undivided):

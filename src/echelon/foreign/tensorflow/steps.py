@@ -13,7 +13,7 @@ from echelon.foreign.tensorflow.placement import Library, Placement
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.optimizer.groups import Member
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ from echelon.launch.kubernetes.cluster import KubernetesCluster
 from echelon.launch.kubernetes.kinds import KINDS, JobKind, find_kind
 from echelon.launch.kubernetes.manifest import render_manifest
 from echelon.launch.kubernetes.pods import PodState, judge, read_pods
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 
 _MANIFEST = "manifest.yaml"
 _LOOK_SECONDS = 2.0

@@ -33,7 +33,7 @@ from echelon.launch.ray.submission import (
     render_files,
 )
 from echelon.launch.source_bundle import build_wheel
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 
 # The states of Ray Jobs; FAILED is any other exit code than 0.

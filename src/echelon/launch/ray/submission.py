@@ -15,7 +15,7 @@ from echelon.launch.job import JobSpec, count_gpus, describe_gpu_request
 from echelon.launch.ray.driver import AGENT, ORDER, Order
 from echelon.launch.shell import join_words, limit_command, prepare_lines
 from echelon.launch.source_bundle import name_requirement
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 REQUEST, DRIVER = "request.json", "driver.py"
 """Files in the job's folder: the request, and the copy of `driver.py` that is sent with it."""

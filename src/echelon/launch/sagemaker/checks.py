@@ -11,8 +11,10 @@ from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.ground.extras import EXTRAS
 from echelon.planner.hardware.instances import cluster_of
 from echelon.planner.hardware.job_machines import JobMachines
-from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.engines import ENGINES, NATIVE
+from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.operation import CheckpointConfig
 from echelon.recipe.sagemaker_sections import SageMakerConfig
 
 _KEY = "launch.sagemaker"

@@ -37,7 +37,8 @@ from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.planner.hardware.efa import has_efa
 from echelon.planner.hardware.gpu_check import check_gpus, find_compat, find_needed
 from echelon.planner.hardware.job_machines import count_asked_gpus
-from echelon.recipe import Recipe, RunConfig
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import RunConfig
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED, Outcome

@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from echelon.foreign.smp import Mapped, apply_smp, map_smp
 from echelon.ground.errors import ConfigError
 from echelon.launch.sagemaker.request_patch import TABLE
-from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.engines import NATIVE
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
 from echelon.recipe.synchronization import EVERY_STEP, PARAMETER_SERVER

@@ -20,7 +20,7 @@ from echelon.ground.checksums import list_all_files, parse_manifest, remove_tree
 from echelon.ground.mirror import compare_sizes, publish
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

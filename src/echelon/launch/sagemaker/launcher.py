@@ -9,7 +9,7 @@ from typing_extensions import override
 from echelon.ground.errors import MissingSettingError
 from echelon.launch.job import NAME, JobRecord, JobSpec, JobStatus, RecordForm, RemoteLauncher, Submitted
 from echelon.launch.sagemaker.request import REGION, Submission, build_submission, find_run_uri
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import FILES
 

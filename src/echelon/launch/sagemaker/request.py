@@ -20,7 +20,8 @@ from echelon.launch.shell import needs_shell
 from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.hardware.instances import INSTANCES, efa_environment
 from echelon.planner.hardware.job_machines import JobMachines, find_machines
-from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.sagemaker_sections import FileSystemConfig
 from echelon.recipe.yaml_text import read_table
 

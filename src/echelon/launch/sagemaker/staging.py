@@ -20,8 +20,8 @@ from echelon.launch.sagemaker.install import NO_INDEX, OPTIONAL
 from echelon.launch.shell import guard_setup, join_words, needs_shell
 from echelon.launch.source_bundle import CORE, HELPFUL, build_wheel, list_extras
 from echelon.planner.hardware.job_machines import find_machines
-from echelon.recipe import Recipe, SourceConfig
-from echelon.recipe.inputs import is_template
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import SourceConfig, is_template
 from echelon.recipe.render import plain_value, recipe_mapping, render_recipe
 from echelon.recipe.sagemaker_sections import FileSystemConfig
 

@@ -26,7 +26,7 @@ from echelon.learn.distributed.objects import gather_found, gather_objects
 from echelon.learn.evaluation import EvalResult
 from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.objectives.grpo import are_uniform, spread_of
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.names import SAMPLERS
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from echelon.learn.model.build import load_config
 from echelon.learn.model.hub import is_hub_name
 from echelon.learn.model.model_folder import find_model_dir
 from echelon.planner.model_shape import count_scores
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.recipe.names import REWARD_MODEL
 

@@ -27,7 +27,7 @@ from echelon.learn.model.hub import fetch_models, find_commits, read_commits, wi
 from echelon.learn.model.model_folder import run_model_dir
 from echelon.learn.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 
 

@@ -25,7 +25,8 @@ from echelon.learn.model.weights import (
     initialize_weights,
     vocabulary_names,
 )
-from echelon.recipe import ModelConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import ModelConfig
 
 Fill = Callable[[PreTrainedModel], None]
 """Fills a materialised model; it may be sharded, quantised or have an adapter. Modules on meta are left out."""

@@ -14,7 +14,7 @@ from echelon.ground.run_files import is_run
 from echelon.ground.stored import open_regular, read_as, read_bytes, write_json
 from echelon.learn.checkpoint.folder import newest_of
 from echelon.learn.model.safetensors_folder import SafetensorsFolder
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

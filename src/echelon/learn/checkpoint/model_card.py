@@ -12,7 +12,8 @@ from echelon.ground.run_files import RunFiles, is_run
 from echelon.ground.stored import read_as, read_json, read_text
 from echelon.learn.model.hub import is_hub_name, read_commits, with_copies
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format
-from echelon.recipe import AdapterConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import AdapterConfig
 from echelon.recipe.load import load_recipe
 
 

@@ -26,7 +26,7 @@ from echelon.learn.data.mixture import build_order
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import Meshes
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.synchronization import KEPT
 
 _PREFETCH = 2

@@ -4,7 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,9 @@ from echelon.learn.data.order import DataOrder, OrderAhead, Words, mix
 from echelon.learn.data.shards import GOOD, NO_LABEL, Dataset, Samples
 from echelon.learn.distributed.sequence_part import SequencePart
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.batches import BatchSchedule
+
+if TYPE_CHECKING:
+    from echelon.recipe.batches import BatchSchedule
 
 _TRIM_TO = 8
 _FULL_SHARE = 15 / 16
@@ -253,7 +255,7 @@ class BatchLoader(BatchSource):
 
     is_pure = True
 
-    def __init__(self, dataset: Dataset, order: DataOrder, batches: BatchSchedule, place: BatchPlace) -> None:
+    def __init__(self, dataset: Dataset, order: DataOrder, batches: "BatchSchedule", place: BatchPlace) -> None:
         """Raises DataError for a dataset without samples."""
         if dataset.num_samples == 0:
             raise DataError(

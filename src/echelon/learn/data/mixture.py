@@ -17,7 +17,7 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.order import DataOrder, Permutation, SampleOrder, branch_seed
 from echelon.learn.data.shards import Dataset, Samples
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 MIN_SLOTS = 1000
 MAX_SLOTS = 1_000_000

@@ -66,7 +66,7 @@ from echelon.recipe.data_formats import PROMPT_FORMAT, masks_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from echelon.learn.model.model_folder import find_model_dir
 from echelon.recipe.data_formats import LABELLED_FORMAT
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 Packing = bool | Literal["auto"]
 """`data.packing`: whether samples share sequences. `auto`: if the model can keep their documents apart."""

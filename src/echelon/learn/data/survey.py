@@ -13,7 +13,7 @@ from echelon.learn.data.order import DataOrder
 from echelon.learn.data.packing import CONTINUES
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.shards import NO_LABEL, Samples, TokenStore
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 PERCENTILES = (10, 50, 90, 99)
 

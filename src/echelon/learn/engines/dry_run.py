@@ -22,7 +22,7 @@ from echelon.learn.optimizer import build_optimizer
 from echelon.learn.parallel import shard_stages
 from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 
 def build_rank(recipe: Recipe, config: PretrainedConfig, plan: ParallelPlan, rank: int) -> StoredBytes:

@@ -13,7 +13,6 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.sync.synchronizer import Replica, StateFill
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
 
 if TYPE_CHECKING:
     from echelon.learn.checkpoint.adapter_folder import AdapterContent
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
     from echelon.learn.objectives.outputs import OutputsFn
     from echelon.learn.parallel.step import StepSums
     from echelon.planner.memory_parts import MemoryParts
+    from echelon.recipe.document import Recipe
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """What an engine is built from."""
 
-    recipe: Recipe
+    recipe: "Recipe"
     config: PretrainedConfig
     """The model's HF config, with its vocabulary size."""
     plan: ParallelPlan

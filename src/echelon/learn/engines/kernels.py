@@ -18,7 +18,7 @@ from echelon.learn.model.varlen_attention import (
 )
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.rates import compiles_checkpoints
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 # Tokens of the test of Liger's kernels: enough that a kernel takes longer than its launch.
 _MOST_TOKENS = 4096

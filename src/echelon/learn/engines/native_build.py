@@ -33,7 +33,7 @@ from echelon.learn.optimizer import (
 from echelon.learn.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.planner.axes.pipeline import predict_waiting
 from echelon.planner.shape import build_shape
-from echelon.recipe import ModelConfig
+from echelon.recipe.inputs import ModelConfig
 from echelon.recipe.synchronization import PARAMETER_SERVER
 
 

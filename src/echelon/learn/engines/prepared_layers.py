@@ -14,7 +14,7 @@ from echelon.learn.model.liger import apply_liger
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.quantization import Quantized
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 
 def store_parameters(model: nn.Module, precision: Precision) -> None:

@@ -9,9 +9,8 @@ import copy
 import difflib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,10 @@ from echelon.learn.model.seeds import derive_seed
 from echelon.learn.model.sharding import local_part, whole, write_part
 from echelon.planner.adapter_plan import ROW_MULTIPLE, select_experts
 from echelon.planner.experts import find_expert_weights, find_unadaptable
-from echelon.recipe import AdapterConfig, Recipe
+
+if TYPE_CHECKING:
+    from echelon.recipe.document import Recipe
+    from echelon.recipe.inputs import AdapterConfig
 
 ADAPTER = "default"
 _INSERTED = ("token_adapter", "base_layer", IN_4_BITS)
@@ -50,7 +52,7 @@ def plain_name(name: str) -> str | None:
     return ".".join(part for part in name.split(".") if part not in _INSERTED)
 
 
-def apply_adapter(model: Any, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
+def apply_adapter(model: Any, adapter: "AdapterConfig", new_token_ids: Sequence[int] = ()) -> None:
     """Freeze a model on meta and inject an adapter, in place; with `qlora` its linear layers are quantised to 4 bits.
 
     Args:
@@ -78,7 +80,7 @@ def apply_adapter(model: Any, adapter: AdapterConfig, new_token_ids: Sequence[in
         parameter.requires_grad_(plain_name(name) is None or id(parameter) in saved)
 
 
-def build_peft_config(model: Any, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
+def build_peft_config(model: Any, adapter: "AdapterConfig", new_token_ids: Sequence[int] = ()) -> Any:
     """Build PEFT's LoraConfig of an adapter, with the names of its target layers and expert weights."""
     from peft import LoraConfig
 
@@ -101,7 +103,7 @@ def build_peft_config(model: Any, adapter: AdapterConfig, new_token_ids: Sequenc
     )
 
 
-def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
+def find_saved(model: Any, adapter: "AdapterConfig") -> dict[str, nn.Module]:
     """Return the modules that are trained in full, by name; of tied modules both.
 
     They are those of `modules_to_save`, and the head of a model that scores texts, which may be new.
@@ -143,7 +145,7 @@ def _vocabulary_modules(model: Any) -> list[str]:
     return [names[id(module)].rpartition(".")[2] for module in modules]
 
 
-def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
+def find_targets(model: nn.Module, adapter: "AdapterConfig") -> dict[str, Any]:
     """Return the linear layers that get an adapter, by name. `model` has no adapter yet.
 
     Raises:
@@ -183,7 +185,7 @@ def _find_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [item for layer in find_layers(model) for item in find_expert_weights(model, layer).items()]
 
 
-def find_target_parameters(model: nn.Module, adapter: AdapterConfig) -> list[tuple[str, Tensor]]:
+def find_target_parameters(model: nn.Module, adapter: "AdapterConfig") -> list[tuple[str, Tensor]]:
     """Return the expert weights that get an adapter, each with its name in its decoder layer.
 
     Raises:
@@ -200,7 +202,7 @@ def _suggest(wanted: str, names: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
 
 
-def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
+def check_adapter(model: nn.Module, adapter: "AdapterConfig") -> None:
     """Refuse adapter settings that the model does not support. `model` is on meta and has no adapter yet.
 
     Raises:
@@ -239,7 +241,7 @@ def _check_quantizable_experts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialize_adapter(
-    model: nn.Module, adapter: AdapterConfig, seed: int, frozen_dtype: torch.dtype | None = None
+    model: nn.Module, adapter: "AdapterConfig", seed: int, frozen_dtype: torch.dtype | None = None
 ) -> PrincipalParts:
     """Initialise an adapter: the same values on any number of ranks and under any strategy. Collective.
 
@@ -278,23 +280,6 @@ def _initialize_tokens(layer: Any) -> None:
     rows = whole(layer.base_layer.weight)[layer.token_indices[ADAPTER]]
     write_part(layer.trainable_tokens_delta[ADAPTER], rows)
     write_part(layer.trainable_tokens_original[ADAPTER], rows)
-
-
-@contextmanager
-def disabled_adapter(model: nn.Module) -> Iterator[None]:
-    """Disable the adapter in this scope: the model computes as it did before training. No parameter changes."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    before = [layer._disable_adapters for layer in layers]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
 
 
 @torch.no_grad()
@@ -355,7 +340,7 @@ def _merge_lora(layer: Any) -> Tensor:
     return weight
 
 
-def find_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_new_tokens(recipe: "Recipe", tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids of `model.new_tokens`, whose embedding rows are trained in addition to an adapter."""
     ids: list[int] = tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
     return ids

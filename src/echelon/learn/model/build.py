@@ -24,7 +24,7 @@ from echelon.learn.model.model_folder import find_config_folder
 from echelon.learn.model.parts import check_has_vocabulary, find_score_head, scores_texts
 from echelon.learn.model.rope import scale_positions
 from echelon.planner.shape import check_depth, resolve_vocab_size
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 
 def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:

@@ -9,7 +9,7 @@ implementation as `CONTEXT`, and builds no mask for it.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from echelon.learn.distributed.peers import Peers
 from echelon.learn.distributed.sequence_part import SequencePart, in_order, in_parts
 from echelon.learn.model.attention import FIRST_KEYS, PLAIN_CAUSAL, document_inputs
 from echelon.learn.model.parts import autocast_dtype
 from echelon.learn.model.traits import Traits
 from echelon.recipe.training import CpMethod
+
+if TYPE_CHECKING:
+    from echelon.learn.distributed.peers import Peers
 
 CONTEXT = "echelon_context"
 # Implementations whose mask says, for each query and key, whether one attends to the other.
@@ -40,7 +42,7 @@ class Context:
         attention: the implementation that computes attention after the exchange, by its name in `transformers`.
     """
 
-    def __init__(self, peers: Peers, method: CpMethod, attention: str) -> None:
+    def __init__(self, peers: "Peers", method: CpMethod, attention: str) -> None:
         self.peers = peers
         self.part = SequencePart(peers.rank, peers.size)
         self.method = method

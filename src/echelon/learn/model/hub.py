@@ -26,7 +26,8 @@ from echelon.ground.errors import ConfigError, DataError, EchelonError, HubUnrea
 from echelon.ground.progress import Progress
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json, read_text, write_json
-from echelon.recipe import Recipe, SourceConfig
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import SourceConfig
 from echelon.recipe.rollout import RewardConfig
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,7 @@
 """Locates the parts of a decoder: its layers and its head, which gives each token a number, or a text its scores."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -172,3 +174,20 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of a matmul on this tensor: autocast's if enabled, else the tensor's own."""
     device_type = tensor.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
+
+
+@contextmanager
+def disabled_adapter(model: nn.Module) -> Iterator[None]:
+    """Disable the adapter in this scope: the model computes as it did before training. No parameter changes."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was

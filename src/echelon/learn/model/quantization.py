@@ -18,7 +18,7 @@ from echelon.learn.model.parts import autocast_dtype
 from echelon.learn.model.sharding import local_part, write_part
 from echelon.planner.adapter_plan import NESTED_BLOCK, QUANTIZED_BLOCK, ROW_MULTIPLE
 from echelon.planner.experts import find_expert_weights
-from echelon.recipe import AdapterConfig
+from echelon.recipe.inputs import AdapterConfig
 
 ERROR_PIECE = 2**22
 """The numbers of a weight whose error is computed at a time."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import ROPE_TYPES
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing_extensions import override
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.objective import Objective
 from echelon.learn.objectives.outputs import DecoderOutputs
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 
 class CausalLM(Objective):

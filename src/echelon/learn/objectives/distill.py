@@ -15,7 +15,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.loss_function import LossFn
 from echelon.learn.objectives.objective import Objective
 from echelon.learn.objectives.outputs import DecoderOutputs
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 Divergence = Literal["forward", "reverse", "jsd"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.learn.objectives.pairs import Answers, PairObjective
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import MeasuredObjective, sequence_weights
 from echelon.learn.objectives.outputs import DecoderOutputs
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from echelon.learn.data.shards import GOOD
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective, sequence_weights
 from echelon.learn.objectives.outputs import DecoderOutputs, RunFn
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 KL = "kl"
 """The mean growth of answers to the prompts of others, in `Microbatch.extra`: an estimate of a KL divergence."""

@@ -14,8 +14,8 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.loss_function import LossFn, name_of
 from echelon.learn.objectives.outputs import DecoderOutputs, OutputsFn, RunFn
-from echelon.recipe import ObjectiveConfig
 from echelon.recipe.names import OBJECTIVES
+from echelon.recipe.objective import ObjectiveConfig
 
 _KEY = "objective.name"
 _PLACES = {name: row.place for name, row in OBJECTIVES.items()}

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
-from echelon.learn.model.adapters import disabled_adapter
 from echelon.learn.model.attention import document_inputs
 from echelon.learn.model.context_attention import Context, divided_inputs
-from echelon.learn.model.parts import DecoderParts, autocast_dtype, check_has_vocabulary, find_parts
+from echelon.learn.model.parts import DecoderParts, autocast_dtype, check_has_vocabulary, disabled_adapter, find_parts
 from echelon.learn.model.router import RouterTap, Sequences, balance_sum, number_sequences
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import Inflow, find_inlet, run_stage

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from echelon.learn.objectives.dpo import smoothed_sigmoid
 from echelon.learn.objectives.pairs import Answers, PairObjective
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective
 from echelon.learn.objectives.outputs import DecoderOutputs
 from echelon.learn.objectives.pairs import Answers, PairObjective, sum_by_document
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True)

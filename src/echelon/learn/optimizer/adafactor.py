@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from echelon.learn.optimizer.rules import CompilableRule, Item, assign
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 EPS = torch.finfo(torch.float32).eps  # below this a root of a second moment counts as this
 SMALLEST_SCALE = 1e-3  # the least root mean square a parameter is taken to have

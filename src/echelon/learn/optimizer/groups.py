@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.parts import find_layers
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing_extensions import override
 from echelon.learn.optimizer.rules import AdamW, Gradient, Item, PreconditioningRule, assign, build_adamw
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 from echelon.learn.optimizer.whole_matrices import map_whole
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": five quintic steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

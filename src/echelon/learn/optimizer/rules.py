@@ -14,7 +14,7 @@ from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.learn.optimizer.stepper import Optimizer, build_optimizer
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 
 def divide_names(sizes: Mapping[str, int], num_servers: int) -> list[list[str]]:

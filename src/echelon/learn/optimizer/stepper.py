@@ -13,8 +13,8 @@ from echelon.learn.optimizer.compiled_update import CompiledUpdate, compile_func
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.rules import CompilableRule, PreconditioningRule, Rule
 from echelon.learn.optimizer.slot import Slot
-from echelon.recipe import OptimConfig
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
+from echelon.recipe.training import OptimConfig
 
 
 @dataclass(frozen=True)

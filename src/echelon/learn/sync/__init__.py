@@ -3,8 +3,8 @@
 from echelon.ground.extensions import build_named
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, StepVote, Synchronizer
-from echelon.recipe import SyncConfig
 from echelon.recipe.names import SYNCHRONIZERS
+from echelon.recipe.synchronization import SyncConfig
 
 __all__ = ["DataShare", "Replica", "StateFill", "StepVote", "Synchronizer", "build_synchronizer"]
 

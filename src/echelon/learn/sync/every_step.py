@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
-from echelon.recipe import SyncConfig
+from echelon.recipe.synchronization import SyncConfig
 
 
 class EveryStep(Synchronizer):

@@ -22,7 +22,7 @@ from echelon.learn.reduction import build_reducer
 from echelon.learn.reduction.reducer import divide, flatten, write_back
 from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
 from echelon.planner.plan import build_sync_plan
-from echelon.recipe import SyncConfig
+from echelon.recipe.synchronization import SyncConfig
 
 # The share of its own weights that a replica keeps when it takes agreed weights that are one step old: Streaming
 # DiLoCo (Douillard et al. 2025, arXiv:2501.18512), section 2.3.

@@ -21,7 +21,7 @@ from echelon.learn.sync.push_code import Pusher
 from echelon.learn.sync.pushes import Kind, Request, Taken, await_message, await_reply, post
 from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
 from echelon.learn.sync.weight_server import Server
-from echelon.recipe import SyncConfig
+from echelon.recipe.synchronization import SyncConfig
 
 logger = logging.getLogger(__name__)
 

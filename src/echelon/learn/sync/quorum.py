@@ -8,7 +8,7 @@ from typing_extensions import override
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.sync.every_step import EveryStep
 from echelon.learn.sync.synchronizer import DataShare, Replica, StepVote
-from echelon.recipe import SyncConfig
+from echelon.recipe.synchronization import SyncConfig
 
 
 class Quorum(EveryStep, StepVote):

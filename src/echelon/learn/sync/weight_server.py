@@ -17,7 +17,7 @@ from echelon.learn.optimizer import Served, clip_gradients, global_norm
 from echelon.learn.reduction.reducer import flatten, write_back
 from echelon.learn.sync.push_code import PushCode
 from echelon.learn.sync.pushes import Kind, Request, Taken, receive, reply
-from echelon.recipe import SyncConfig
+from echelon.recipe.synchronization import SyncConfig
 
 
 class ShareQueue:

@@ -12,7 +12,7 @@ from echelon.planner.plan import DTYPE_BYTES, AdapterPlan, ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 _LONG = 8192  # tokens of a sequence from which a search may divide it
 _MAX_TRIED = 8

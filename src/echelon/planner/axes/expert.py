@@ -21,7 +21,7 @@ from echelon.planner.plan import DTYPE_BYTES, SHARDING, ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 class _Expert(Axis):

@@ -29,7 +29,7 @@ from echelon.planner.plan import AdapterPlan, ParallelPlan
 from echelon.recipe.training import ParallelConfig, PipelineSchedule
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 # Without `parallel.stages`: stages on each process of a pipeline.
 _STAGES_PER_RANK = {"interleaved": 2}

@@ -18,7 +18,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
 
 
 class _Tensor(Axis):

@@ -10,7 +10,7 @@ from echelon.planner.hardware.accelerators import Accelerator
 from echelon.planner.hardware.instances import Instance, Price, find_instance, list_instances
 
 if TYPE_CHECKING:
-    from echelon.recipe import LaunchConfig
+    from echelon.recipe.launch_sections import LaunchConfig
 
 _KEY = "launch.sagemaker.instance_groups"
 

@@ -17,7 +17,7 @@ from echelon.planner.hardware.job_machines import find_machines
 from echelon.run.folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
     from echelon.recipe.operation import BudgetConfig
 
 _RECENT_STEPS = 50

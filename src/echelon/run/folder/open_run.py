@@ -10,8 +10,8 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.run_files import list_directory
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import MAX_ROWS_BYTES
-from echelon.recipe import Recipe
 from echelon.recipe.difference import LENGTH_KEYS, Difference, blocking_differences, diff_recipes
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder
 

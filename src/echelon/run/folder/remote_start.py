@@ -16,8 +16,8 @@ from echelon.ground.mirror import count_bytes
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
 from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
-from echelon.recipe import Recipe
 from echelon.recipe.difference import blocking_differences
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe, parse_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.bundle import unpack_bundle

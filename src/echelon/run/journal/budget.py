@@ -9,7 +9,8 @@ from dataclasses import replace
 from echelon.ground.launch_environment import find_last_end, find_start, read_clock
 from echelon.ground.sizes import render_duration
 from echelon.ground.stop_request import StopRequest
-from echelon.recipe import BudgetConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.operation import BudgetConfig
 from echelon.run.folder.cost import Rate, Spending, read_spending, write_spending
 from echelon.run.folder.run_folder import RunFolder
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from echelon.learn.data.given_folder import is_given
 from echelon.learn.data.prepare_spec import prepare_spec
 from echelon.learn.data.source import find_absent
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.open_run import check_folder
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_counted

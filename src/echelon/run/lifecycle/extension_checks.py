@@ -11,7 +11,7 @@ from echelon.ground.extras import require_extra
 from echelon.learn.answers.environments import check_environment
 from echelon.learn.answers.rewards import check_rewards
 from echelon.learn.benchmarks.task_files import name_tasks
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.names import LOOPS
 
 

@@ -27,7 +27,7 @@ from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
 from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport, end_waits
 from echelon.planner.plan import load_plan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer

@@ -22,8 +22,9 @@ from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape, count_scores, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
-from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig
+from echelon.recipe.document import Recipe
 from echelon.recipe.engines import ENGINES, NATIVE
+from echelon.recipe.inputs import AdapterConfig, TrainedTokenizerConfig
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers

@@ -16,7 +16,7 @@ from echelon.ground.errors import ConfigError, EchelonError, PlanError
 from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import build_recipe
 from echelon.recipe.render import render_recipe
 

@@ -8,7 +8,7 @@ from echelon.ground.hosts import HostGroup
 from echelon.ground.variables import Place, read_environment
 from echelon.planner.hardware.detection import detect_launched_cluster
 from echelon.planner.replica_limits import refuse_living_on
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.setup import prepare_run
 from echelon.run.supervise.outcome import DONE, Outcome, is_final

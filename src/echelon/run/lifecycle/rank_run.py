@@ -15,7 +15,7 @@ from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.parallel.compilation import compilations_told, describe_graph_breaks, describe_recompiles
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.reckoning import reckon, sharpen_later_plans, store_reckoning
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.journal import Journal

@@ -21,7 +21,7 @@ from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transp
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.replica_limits import resize
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch

@@ -15,7 +15,7 @@ from echelon.learn.model.hub import read_commits, with_copies
 from echelon.learn.model.model_folder import write_model_folder
 from echelon.learn.teacher import open_taught
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.pinned_plan import pin_plan
 

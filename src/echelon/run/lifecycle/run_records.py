@@ -19,7 +19,7 @@ from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.distributed.traffic import count_traffic
 from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.run.folder.cost import find_price_here
 from echelon.run.folder.run_folder import RunFolder

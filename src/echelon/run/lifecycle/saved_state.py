@@ -16,7 +16,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.learn.sync import build_synchronizer
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader
 from echelon.run.training.bad_steps import StepJudge

@@ -15,7 +15,7 @@ from echelon.ground.launch_environment import find_place
 from echelon.ground.logs import warnings_only
 from echelon.ground.stored import read_text, write_text
 from echelon.learn.checkpoint.given_models import RECORD
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from echelon.planner.hardware.efa import explain_no_efa
 from echelon.planner.hardware.gpu_check import check_gpus, find_needed
 from echelon.planner.machines import limit_to_weakest
 from echelon.planner.replica_limits import name_living_on, refuse_living_on
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.synchronization import KEPT, QUORUM
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter

@@ -21,7 +21,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
 from echelon.run.folder.cost import (

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from echelon.planner.plan import ParallelPlan
-    from echelon.recipe import Recipe
+    from echelon.recipe.document import Recipe
     from echelon.run.training.heartbeat import Heartbeat
     from echelon.run.training.waiting_peers import WaitingPeers
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from statistics import median
 
 from echelon.planner.hardware.health import Health
-from echelon.recipe import FaultConfig
+from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.agent_votes import Watch
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, Cause, Likelihood, Outcome
 

@@ -29,7 +29,7 @@ from echelon.ground.stop_request import read_stop_file
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.planner.hardware.health import examine_health
-from echelon.recipe import FaultConfig
+from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import Admission, MachineReport
 from echelon.run.supervise.agent_votes import LOST_SECONDS, AgentRendezvous

@@ -15,7 +15,7 @@ from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.prompt_records import PromptRecord
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.objects import gather_objects
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:
     from echelon.learn.answers.judging import AnswerJudge

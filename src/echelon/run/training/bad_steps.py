@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.recipe import FaultConfig
+from echelon.recipe.operation import FaultConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from echelon.learn.answers.rollouts import Rollouts
 from echelon.learn.answers.sampling import row_seed
 from echelon.learn.data.shards import NO_LABEL
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.training.answers import add_up, choose_sampling
 from echelon.run.training.loop_run import LoopRun
 

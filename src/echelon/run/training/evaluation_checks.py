@@ -8,7 +8,7 @@ from echelon.learn.benchmarks.task_files import name_tasks
 from echelon.learn.data.panics import panics_told
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.prompt_records import PromptDataset
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

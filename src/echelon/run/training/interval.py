@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.ground.sizes import render_duration
 from echelon.planner.reliability import best_interval_seconds, lost_fractions
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 # Grattafiori et al., "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54
 # days on 16,384 GPUs, which is one per 50,676 GPU hours.

@@ -16,7 +16,7 @@ from echelon.learn.answers.judging import Rewarded, RewardStats
 from echelon.learn.answers.rollouts import Rollouts
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.objectives.grpo import GRPO, advantages_of, are_uniform
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.training.answers import Drawn, add_up, choose_sampling, compare, pack, score_answers, unpack
 from echelon.run.training.loop_run import LoopRun
 

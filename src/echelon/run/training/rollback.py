@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import broadcast_object
-from echelon.recipe import FaultConfig
+from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.training.diagnosis import Diagnosis
 from echelon.run.training.metrics import StepMetrics, finite

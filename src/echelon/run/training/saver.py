@@ -13,7 +13,7 @@ from echelon.learn.checkpoint.folder import Checkpoint
 from echelon.learn.checkpoint.peer_memory import PeerMemory
 from echelon.learn.checkpoint.snapshot import Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.cost import name_limit
 from echelon.run.training.contents import RunContents
 from echelon.run.training.interval import SaveInterval

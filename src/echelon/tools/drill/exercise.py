@@ -9,8 +9,8 @@ from pathlib import Path
 
 from echelon.ground.errors import ConfigError, TrainingError
 from echelon.ground.sizes import render_duration
-from echelon.recipe import Recipe, SyncConfig
-from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER
+from echelon.recipe.document import Recipe
+from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER, SyncConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.tools.drill.crew import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from echelon.learn.model.build import load_config
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import plain_value
 from echelon.recipe.training import ParallelConfig
 

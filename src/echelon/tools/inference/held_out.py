@@ -19,9 +19,10 @@ from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.model.parts import scores_texts
 from echelon.learn.model.traits import describe_obstacle, find_traits
-from echelon.recipe import ObjectiveConfig, Recipe
 from echelon.recipe.data_formats import LABELLED_FORMAT
+from echelon.recipe.document import Recipe
 from echelon.recipe.names import Answers, list_objectives
+from echelon.recipe.objective import ObjectiveConfig
 from echelon.run.folder.run_folder import RunFolder
 
 _KINDS: dict[Answers, str] = {

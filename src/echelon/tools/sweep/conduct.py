@@ -10,7 +10,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.launch.job import ArrayLauncher, JobSpec
 from echelon.launch.targets import find_launcher
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.tools.sweep.conductor import Conductor, StopWord, SweepEnding
 from echelon.tools.sweep.results import (
     draw_plots,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.ground.sizes import render_duration
 from echelon.ground.stored import write_json, write_text
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_inline
 from echelon.tools.sweep.measure import read_rows, training_hours

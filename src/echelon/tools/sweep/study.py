@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.extras import missing_package
 from echelon.ground.stored import MAX_ROWS_BYTES, read_bytes
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.tools.sweep.space import Space, Values
 from echelon.tools.sweep.sweep_file import Sweep
 

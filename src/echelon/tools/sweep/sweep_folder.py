@@ -12,8 +12,8 @@ from echelon.ground.redaction import redact
 from echelon.ground.stored import read_as, read_text, write_json, write_text
 from echelon.launch.job import JobRecord
 from echelon.launch.records import read_job
-from echelon.recipe import Recipe
 from echelon.recipe.difference import diff_recipes
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import plain_value, render_recipe
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value

@@ -17,7 +17,7 @@ from echelon.launch.job import (
     RemoteLauncher,
 )
 from echelon.launch.records import name_job, record_job, submit_job
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.tools.sweep.measure import MetricsReader, measure, read_rows
 from echelon.tools.sweep.slots import TrialSlot

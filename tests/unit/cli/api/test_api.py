@@ -9,7 +9,7 @@ import pytest
 
 import echelon
 from echelon.ground.errors import ConfigError
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 
 RECIPE = {

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.foreign.importers import Amounts, import_recipe
 from echelon.foreign.importers.defaults import defaults_of
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
 
 CHATS = [{"path": "a.jsonl", "type": "chat_template"}]

@@ -18,7 +18,7 @@ import yaml
 
 from echelon.foreign.importers import Imported, import_recipe
 from echelon.ground.errors import ConfigError
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
 from echelon.recipe.render import plain_value
 

@@ -8,8 +8,9 @@ import pytest
 
 from echelon.foreign.importers import Imported, import_recipe
 from echelon.ground.errors import ConfigError
-from echelon.recipe import ObjectiveConfig, Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
+from echelon.recipe.objective import ObjectiveConfig
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "m", "micro_batch_size": 1, "learning_rate": 1e-6, "sequence_len": 512,

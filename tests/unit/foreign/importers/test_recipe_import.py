@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from echelon.cli.main import app
 from echelon.foreign.importers import Amounts, Imported, import_recipe
 from echelon.ground.errors import ConfigError
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
 
 AXOLOTL = """\

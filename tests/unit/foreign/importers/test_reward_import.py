@@ -8,8 +8,10 @@ import pytest
 
 from echelon.foreign.importers import Imported, import_recipe
 from echelon.ground.errors import ConfigError
-from echelon.recipe import ObjectiveConfig, Recipe, RewardConfig, RolloutConfig
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
+from echelon.recipe.objective import ObjectiveConfig
+from echelon.recipe.rollout import RewardConfig, RolloutConfig
 
 # As Axolotl's pages show it, with a function that makes the prompts and two that judge the answers.
 AXOLOTL: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.foreign.importers import Amounts, Imported, import_recipe
 from echelon.ground.errors import ConfigError
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
 
 SFT: dict[str, Any] = {

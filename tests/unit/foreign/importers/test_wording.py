@@ -18,7 +18,7 @@ from echelon.learn.data.readers.record import ExampleFields, SourceFile
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.data.templates import NAMED_TEMPLATES
 from echelon.learn.data.tokenizer import add_new_tokens, build_bytes_tokenizer
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
 
 CONTROL = [token for row in NAMED_TEMPLATES.values() for token in row.tokens]

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.environments import EnvironmentProcess, check_environment
-from echelon.recipe import EnvironmentConfig
+from echelon.recipe.rollout import EnvironmentConfig
 
 OWN = """
 import asyncio

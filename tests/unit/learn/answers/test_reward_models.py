@@ -12,7 +12,8 @@ from echelon.learn.answers.reward_models import RewardModel, RewardTexts
 from echelon.learn.answers.rewards import RewardProcess
 from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.tokenizer import train_tokenizer
-from echelon.recipe import AdapterConfig, Recipe
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import AdapterConfig
 from echelon.recipe.render import render_recipe
 from tests.families import small_model, small_scorer
 from tests.unit.learn.data.test_chat_templates import build

@@ -12,7 +12,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.answers.math_answers import math as equals
 from echelon.learn.answers.reward_functions import exact, number, regex
 from echelon.learn.answers.rewards import RewardProcess, name_rewards
-from echelon.recipe import RewardConfig
+from echelon.recipe.rollout import RewardConfig
 
 RECORDS = [{"answer": "7"}, {"answer": 12}, {"answer": "it is 1,234.5"}]
 

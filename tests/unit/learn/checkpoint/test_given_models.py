@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.learn.checkpoint.given_models import RECORD, check_base, fingerprint_model, keep_given_models
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.families import small_model
 
 

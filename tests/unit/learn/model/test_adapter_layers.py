@@ -13,16 +13,16 @@ from echelon.learn.checkpoint.adapter_folder import describe_adapter, write_adap
 from echelon.learn.model.adapters import (
     apply_adapter,
     check_adapter,
-    disabled_adapter,
     initialize_adapter,
     merged_weight,
     plain_name,
 )
 from echelon.learn.model.build import build_on_meta, load_config, materialize
+from echelon.learn.model.parts import disabled_adapter
 from echelon.learn.model.quantization import QuantizedLinear
 from echelon.learn.model.weights import grown, initialize_buffers, weight_places
 from echelon.planner.adapter_limits import check_packages
-from echelon.recipe import AdapterConfig
+from echelon.recipe.inputs import AdapterConfig
 from tests.families import small_config, small_model
 
 IDS = torch.arange(24).reshape(2, 12)

@@ -17,7 +17,7 @@ from echelon.learn.model.build import build_on_meta, load_config, materialize, p
 from echelon.learn.model.conversion import conversions_to_files, conversions_to_model
 from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import find_model_fields
 from tests.families import small_config
 

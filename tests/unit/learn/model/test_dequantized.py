@@ -16,7 +16,7 @@ from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.learn.model.quantization import describe_errors
 from echelon.learn.model.safetensors_folder import SafetensorsFolder
 from echelon.learn.model.stored_folder import open_folder
-from echelon.recipe import AdapterConfig
+from echelon.recipe.inputs import AdapterConfig
 from tests.families import small_config
 from tests.stored_models import CASES, quantize_folder, write_plain
 

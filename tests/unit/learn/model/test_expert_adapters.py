@@ -17,12 +17,12 @@ from echelon.learn.engines.prepared_layers import store_parameters
 from echelon.learn.model.adapters import (
     apply_adapter,
     check_adapter,
-    disabled_adapter,
     find_targets,
     merged_weight,
     plain_name,
 )
 from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.parts import disabled_adapter
 from echelon.learn.model.quantization import Quantized
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach, frozen_bytes
 from echelon.planner.choose import resolve_plan
@@ -32,7 +32,7 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.plan_lines import describe_adapter_plan
 from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig
+from echelon.recipe.inputs import AdapterConfig
 from tests.families import assert_same_shapes, initialized, small_config, small_model
 from tests.unit.learn.model.test_adapter_layers import IDS, adapted, logits, trained
 from tests.unit.recipe_samples import SMALL, load_text

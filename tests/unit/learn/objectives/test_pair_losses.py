@@ -17,8 +17,8 @@ from echelon.learn.objectives.dpo import DPO, LOSSES
 from echelon.learn.objectives.objective import build_objective
 from echelon.learn.objectives.pairs import Answers
 from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
-from echelon.recipe import ObjectiveConfig
 from echelon.recipe.names import OBJECTIVES
+from echelon.recipe.objective import ObjectiveConfig
 from tests.families import small_model
 from tests.unit.learn.objectives.pair_samples import PAIRS, module_of, pair_batch, scores_by_hand
 from tests.unit.recipe_samples import SMALL, load_text

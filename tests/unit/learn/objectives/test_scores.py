@@ -12,7 +12,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import build_objective
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.objectives.scores import Classification, Reward, join_margins
-from echelon.recipe import ObjectiveConfig
+from echelon.recipe.objective import ObjectiveConfig
 from tests.families import small_scorer
 from tests.unit.learn.objectives.pair_samples import PAIRS, pair_batch
 

@@ -7,7 +7,7 @@ import torch._dynamo.utils
 from echelon.learn.optimizer.compiled_update import CompiledUpdate
 from echelon.learn.optimizer.slot import Slot
 from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule, compile_rule
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 
 # Rows of whole blocks of 8-bit moments, others, and vectors, the last as large as a matrix.
 SHAPES = [(256, 256), (48, 512), (300, 256), (2, 3, 256), (33, 300), (80, 700), (96,), (700,), (24576,)]

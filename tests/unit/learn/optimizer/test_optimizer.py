@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from echelon.learn.optimizer import build_optimizer
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.muon import COEFFICIENTS, orthogonalize
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 from tests.families import random_batch, small_model
 
 RATES = [1e-2, 5e-3, 1e-2, 2e-3]

@@ -6,7 +6,7 @@ import torch
 
 from echelon.learn.optimizer import build_optimizer
 from echelon.learn.optimizer.eight_bit import BLOCK, code_values, num_blocks, pack, unpack
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 from tests.unit.learn.optimizer.test_optimizer import YES, one_layer
 
 

@@ -7,7 +7,7 @@ import torch
 from echelon.learn.model.sharding import local_places
 from echelon.learn.optimizer import build_optimizer
 from echelon.learn.optimizer.rounding import random_bits, round_stochastically
-from echelon.recipe import OptimConfig
+from echelon.recipe.training import OptimConfig
 from tests.unit.learn.optimizer.test_optimizer import YES, one_layer
 
 

@@ -22,7 +22,7 @@ from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from tests.families import small_config
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")

@@ -20,8 +20,8 @@ from echelon.launch.sagemaker import enter
 from echelon.launch.source_bundle import build_wheel
 from echelon.planner.hardware.gpu_check import check_image_devices, find_compat
 from echelon.planner.hardware.job_machines import count_asked_gpus
-from echelon.recipe import LaunchConfig
 from echelon.recipe.difference import blocking_differences, diff_recipes
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.load import parse_recipe
 
 SOURCE = str(Path(echelon.__file__).parents[1])

@@ -19,8 +19,9 @@ from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.stored import write_bytes, write_json, write_text
 from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
-from echelon.recipe import OptimConfig, Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import render_recipe
+from echelon.recipe.training import OptimConfig
 from echelon.run.folder.environment import describe_environment
 from echelon.run.folder.open_run import OpenedRun, open_run
 from echelon.run.folder.run_folder import RunFolder

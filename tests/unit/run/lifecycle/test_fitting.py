@@ -10,7 +10,7 @@ from echelon.learn.engines import Rehearsal
 from echelon.learn.micro_batch import fit_micro_batch
 from echelon.planner.memory_parts import MemoryParts
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 
 PLAN = ParallelPlan("ddp", dp_replicate=8, micro_batch_size=6, num_microbatches=2, why=("chosen",))
 PARTS = MemoryParts(1, 2, 3, 4, 5, 6)

@@ -7,7 +7,7 @@ from echelon.learn.model.adapters import apply_adapter, check_adapter
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.planner.adapter_limits import check_adapter_shape
 from echelon.planner.shape import build_shape
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import is_counted
 
 SIZES = {

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from echelon.ground.hosts import parse_group
 from echelon.planner.hardware.health import Health, examine_health
-from echelon.recipe import FaultConfig
+from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.admission import Admission, AdmissionResult, MachineReport, Problem, Severity, judge
 from echelon.run.supervise.agent_votes import Watch
 from echelon.run.supervise.outcome import FAILED, REFUSED

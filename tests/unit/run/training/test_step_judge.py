@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon.learn.engines.engine import NonFinite
-from echelon.recipe import FaultConfig
+from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.training.bad_steps import StepJudge
 from echelon.run.training.diagnosis import merge_findings

@@ -12,7 +12,7 @@ from echelon.cli.commands.doctor import describe_links
 from echelon.ground.errors import LaunchError, PlanError
 from echelon.launch.shell import guard_setup
 from echelon.planner.hardware.accelerators import parse_devices
-from echelon.recipe import LaunchConfig
+from echelon.recipe.launch_sections import LaunchConfig
 from echelon.tools.doctor import machine
 from echelon.tools.doctor.link_probe import Examination, ProbeProcess, probe_script, rounds
 from echelon.tools.doctor.speed import Speed, find_slow

@@ -10,8 +10,8 @@ from echelon.learn.model.build import build_on_meta, load_config
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.shape import build_shape
-from echelon.recipe import SyncConfig
 from echelon.recipe.load import load_recipe
+from echelon.recipe.synchronization import SyncConfig
 from echelon.tools.drill.crew import MACHINE_FAULTS, Crew
 from echelon.tools.drill.exercise import choose_likeness, estimate_seconds
 from echelon.tools.drill.faults import FAULTS

@@ -3,7 +3,7 @@
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import find_named
 from echelon.ground.extras import find_absent, require_extra
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.names import TRACKERS
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.forwarder import ForwarderState, MetricsForwarder

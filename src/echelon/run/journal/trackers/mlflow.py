@@ -12,7 +12,7 @@ from typing import Any
 
 from echelon.ground.redaction import redact, redact_text
 from echelon.ground.variables import read_environment, set_default_variables
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars

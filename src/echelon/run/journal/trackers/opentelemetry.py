@@ -19,7 +19,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars_by_set
 

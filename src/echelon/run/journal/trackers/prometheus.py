@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from echelon.ground.stored import write_json
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars_by_set
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars
 

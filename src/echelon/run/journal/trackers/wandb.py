@@ -8,7 +8,7 @@ import wandb
 
 from echelon.ground.redaction import redact
 from echelon.ground.variables import set_default_variables
-from echelon.recipe import Recipe
+from echelon.recipe.document import Recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers.tracker import Opened, scalars
