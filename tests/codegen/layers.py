@@ -15,10 +15,10 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 import echelon.learn.model.attention  # noqa: F401 - registers the kernels by name
 from echelon.learn.engines.prepared_layers import place_buffers, prepare_layers
 from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.flex_attention import FLEX
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.varlen_attention import VARLEN
-from echelon.learn.parallel.compilation import apply_compile
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import AdapterConfig

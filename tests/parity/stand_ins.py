@@ -16,7 +16,7 @@ from echelon.ground.errors import EchelonError
 from echelon.ground.stop_request import STOP_SIGNALS, StopRequest
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.engines import Finding, Rehearsal
-from echelon.learn.parallel.step import StepSums
+from echelon.learn.objectives.objective import StepSums
 from echelon.learn.sync.every_step import EveryStep
 from echelon.recipe.engines import ENGINES, EngineRow
 from echelon.recipe.load import load_recipe

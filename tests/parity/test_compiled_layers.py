@@ -14,9 +14,9 @@ from echelon.learn.data.shards import Samples
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
+from echelon.learn.model import compilation
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.learn.parallel import compilation
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.load import load_recipe
 from tests.families import small_config

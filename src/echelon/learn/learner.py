@@ -26,8 +26,7 @@ from echelon.learn.engines.engine import Targets
 from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
 from echelon.learn.model.model_folder import find_stops
 from echelon.learn.objectives.loss_function import LossFn
-from echelon.learn.objectives.objective import Objective, as_objective, build_objective
-from echelon.learn.parallel.step import StepSums
+from echelon.learn.objectives.objective import Objective, StepSums, as_objective, build_objective
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe

@@ -34,14 +34,14 @@ from echelon.learn.model.adapters import initialize_adapter, plain_name
 from echelon.learn.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.learn.model.router import choose_router_loss
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.objective import Objective, StepSums
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.optimizer import LossScale
 from echelon.learn.optimizer.stepper import choose_rule
 from echelon.learn.parallel import shard_model
 from echelon.learn.parallel.data_parallel import evaluation_mode
 from echelon.learn.parallel.protocol import Undivided
-from echelon.learn.parallel.step import SingleStage, StepSums
+from echelon.learn.parallel.step import SingleStage
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan

@@ -23,10 +23,9 @@ from echelon.learn.engines.engine import Engine, EngineSpec, NonFinite, Rehearsa
 from echelon.learn.model.build import build_on_meta, materialize
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.objective import Objective, StepSums
 from echelon.learn.optimizer import Served
 from echelon.learn.optimizer.groups import find_members
-from echelon.learn.parallel.step import StepSums
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.recipe.document import Recipe
 from echelon.recipe.tensorflow_config import TensorflowConfig

@@ -10,7 +10,7 @@ from echelon.learn.data.preflight import InstructionOptions
 from echelon.learn.data.prepared import DocumentMask
 from echelon.learn.data.shards import MAX_SHARD_TOKENS
 from echelon.learn.data.source import Source
-from echelon.learn.data.stream.chunks import StreamOptions
+from echelon.learn.data.stream.options import StreamOptions, stream_options
 from echelon.learn.data.tokenizer import EOS
 from echelon.learn.model.model_folder import find_model_dir
 from echelon.recipe.data_formats import LABELLED_FORMAT
@@ -94,13 +94,6 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         ),
         new_tokens=recipe.model.new_tokens,
     )
-
-
-def stream_options(recipe: "Recipe") -> StreamOptions | None:
-    """What a machine keeps of the text that is prepared while the run trains; None if all is prepared before."""
-    if (stream := recipe.data.stream) is None:
-        return None
-    return StreamOptions(int(stream.cache_gb * 1e9), recipe.data.prepared_remote)
 
 
 def _sources(key: str, configs: Sequence[Any], records: str | None, by_files: bool = False) -> tuple[Source, ...]:

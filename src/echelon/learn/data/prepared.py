@@ -15,13 +15,13 @@ from echelon.learn.data.mixture import MixtureDataset
 from echelon.learn.data.packing import PackedDataset
 from echelon.learn.data.prompt_records import PromptDataset, Records
 from echelon.learn.data.shards import Dataset, TokenDataset, TokenStore, unigram_entropy
+from echelon.learn.data.stream.options import StreamOptions
 from echelon.learn.data.tokenizer import fingerprint_json, load_tokenizer, padding_id
 from echelon.recipe.data_formats import masks_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from echelon.learn.data.stream.chunks import StreamOptions
     from echelon.learn.data.stream.dataset import StreamDataset
 
 _MOST_COUNTED = 20_000_000  # held-out tokens that are counted at the start of a run, in a fraction of a second
@@ -138,7 +138,7 @@ def open_prepared(
     *,
     verify: bool = False,
     was_opened: bool = False,
-    stream: "StreamOptions | None" = None,
+    stream: StreamOptions | None = None,
 ) -> PreparedData:
     """Open a prepared folder. Plain text is cut into samples of `sequence_len`; packs must have that length.
 
@@ -185,13 +185,12 @@ def open_prepared(
 
 
 def _open_stream(
-    path: Path, sequence_len: int, are_apart: bool, options: "StreamOptions | None"
+    path: Path, sequence_len: int, are_apart: bool, options: StreamOptions | None
 ) -> "StreamDataset | None":
     """Open the training text that is prepared while a run trains; None if all is prepared."""
     if not (path / "stream.json").is_file():
         return None
     from echelon.learn.data.stream.chunk_list import load_plan
-    from echelon.learn.data.stream.chunks import StreamOptions
     from echelon.learn.data.stream.dataset import StreamDataset
 
     plan = load_plan(path)

@@ -17,9 +17,8 @@ from echelon.planner.plan import ParallelPlan
 if TYPE_CHECKING:
     from echelon.learn.checkpoint.adapter_folder import AdapterContent
     from echelon.learn.model.kv_cache import KeyValueCache
-    from echelon.learn.objectives.objective import Objective
+    from echelon.learn.objectives.objective import Objective, StepSums
     from echelon.learn.objectives.outputs import OutputsFn
-    from echelon.learn.parallel.step import StepSums
     from echelon.planner.memory_parts import MemoryParts
     from echelon.recipe.document import Recipe
 

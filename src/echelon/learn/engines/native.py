@@ -31,7 +31,7 @@ from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.batch_means import put_means, with_batch_means
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective
+from echelon.learn.objectives.objective import Objective, StepSums
 from echelon.learn.objectives.outputs import OutputsFn
 from echelon.learn.optimizer import (
     LossScale,
@@ -41,7 +41,7 @@ from echelon.learn.optimizer import (
     global_norm,
 )
 from echelon.learn.parallel.protocol import Parallel
-from echelon.learn.parallel.step import ForwardBackward, StepSums
+from echelon.learn.parallel.step import ForwardBackward
 from echelon.learn.reduction.reducer import divide, flatten, write_back
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.memory_parts import MemoryParts

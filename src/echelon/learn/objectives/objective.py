@@ -2,6 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -23,6 +24,21 @@ _PARAMETERS = ("logits", "labels", "extra")
 _FORM = "give it these parameters, or name a class like echelon's Objective"
 # The members that an object which is not derived from `Objective` may lack.
 _OPTIONAL = ("labels",)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What a step's microbatches add up to on this rank: fp64 scalars on the device.
+
+    `loss` is the objective's alone. `router`: the balance losses of sequences, each times its targets; None where no
+    router loss is trained. `expert_tokens`: the tokens of each router's experts, [routers, experts]; None likewise. A
+    router is counted where its pipeline stage is. `measures`: those of a MeasuredObjective.
+    """
+
+    loss: Tensor
+    router: Tensor | None = None
+    expert_tokens: Tensor | None = None
+    measures: Tensor | None = None
 
 
 class Objective(ABC):

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.context_attention import Context
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.router import Router, RouterLoss, RouterTap
@@ -15,7 +16,6 @@ from echelon.learn.model.stage import StageRange, cut, find_ends, find_shared, o
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.compilation import apply_compile
 from echelon.learn.parallel.context import apply_context
 from echelon.learn.parallel.data_parallel import apply_fully_shard, build_data_parallel
 from echelon.learn.parallel.expert import divide_experts, find_experts

@@ -1,7 +1,6 @@
 """Forward and backward over a step's microbatches, in one stage."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,23 +11,8 @@ from typing_extensions import override
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.router import RouterTap
 from echelon.learn.model.seeds import derive_seed, seed_generators
-from echelon.learn.objectives.objective import Objective, count_measures, training_sums
+from echelon.learn.objectives.objective import Objective, StepSums, count_measures, training_sums
 from echelon.learn.parallel.protocol import DataParallel
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """What a step's microbatches add up to on this rank: fp64 scalars on the device.
-
-    `loss` is the objective's alone. `router`: the balance losses of sequences, each times its targets; None where no
-    router loss is trained. `expert_tokens`: the tokens of each router's experts, [routers, experts]; None likewise. A
-    router is counted where its pipeline stage is. `measures`: those of a MeasuredObjective.
-    """
-
-    loss: Tensor
-    router: Tensor | None = None
-    expert_tokens: Tensor | None = None
-    measures: Tensor | None = None
 
 
 class ForwardBackward(Protocol):

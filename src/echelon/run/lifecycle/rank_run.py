@@ -9,14 +9,11 @@ from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stop_request import StopRequest, read_stop_file
 from echelon.ground.variables import find_cache_dir, read_environment
-from echelon.learn.checkpoint.adapter_folder import write_adapter
-from echelon.learn.checkpoint.model_card import render_card
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import Runtime
-from echelon.learn.parallel.compilation import compilations_told, describe_graph_breaks, describe_recompiles
+from echelon.learn.model.compilation import compilations_told, describe_graph_breaks, describe_recompiles
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.document import Recipe
-from echelon.run.folder.reckoning import reckon, sharpen_later_plans, store_reckoning
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.journal import Journal
 from echelon.run.journal.network import describe_network
@@ -133,6 +130,10 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
     Raises:
         CheckpointError: on rank 0, the written weights differ from the trained ones.
     """
+    # Here: no start waits for what only an end needs.
+    from echelon.learn.checkpoint.adapter_folder import write_adapter
+    from echelon.learn.checkpoint.model_card import render_card
+
     with trainer.train_step.sync.agreed():
         content = trainer.train_step.learner.engine.describe_adapter()
     if trainer.train_step.learner.meshes.is_first:
@@ -148,6 +149,9 @@ def summarize(trainer: Trainer, journal: Journal, folder: RunFolder, level: int 
 
     On rank 0.
     """
+    # Here: no start waits for what only an end needs.
+    from echelon.run.folder.reckoning import reckon, sharpen_later_plans, store_reckoning
+
     with suppress(OSError, ValueError):  # the disk may be full, a file damaged
         if (reckoning := reckon(folder)) is not None:
             for line in reckoning.describe():

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from echelon.learn.checkpoint.given_models import keep_given_models
-from echelon.learn.data.prepare_spec import stream_options
 from echelon.learn.data.prepared import open_prepared
+from echelon.learn.data.stream.options import stream_options
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.engines import EngineSpec

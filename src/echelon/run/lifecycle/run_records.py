@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -29,13 +30,13 @@ from echelon.run.journal.journal import Journal
 from echelon.run.journal.network import NetworkWatch
 from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.journal.trackers import start_trackers
-from echelon.run.lifecycle.view_group import ViewMembership
-from echelon.run.report.judgement import judge_run
-from echelon.run.report.run_record import read_record
 from echelon.run.training.pass_comparison import describe_compared
 from echelon.run.training.replicas import describe_replicas
 from echelon.run.training.state import GoodputState, SavedState, TrainState
 from echelon.run.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from echelon.run.lifecycle.view_group import ViewMembership
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flop
     folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
 
 
-def record_changes(folder: RunFolder, membership: ViewMembership, step: int, sync: str) -> None:
+def record_changes(folder: RunFolder, membership: "ViewMembership", step: int, sync: str) -> None:
     """Log the replicas that were lost and have joined, and write their events. On rank 0, before the next step.
 
     `step`: the number of complete steps. `sync`: the name of the synchronizer.
@@ -152,6 +153,10 @@ def describe_end(
     if cost is not None:
         parts.append(f"cost {cost}")
     yield "; ".join(parts)
+    # Here: no start waits for what only an end needs.
+    from echelon.run.report.judgement import judge_run
+    from echelon.run.report.run_record import read_record
+
     with suppress(OSError, ValueError, EchelonError):  # a damaged file
         yield from (f"verdict: {sentence}" for sentence in judge_run(read_record(folder.path, with_traces=False)))
     yield f"run folder: {folder.path}"

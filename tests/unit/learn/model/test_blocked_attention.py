@@ -11,8 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from echelon.learn.model import attention
 from echelon.learn.model.attention import PLAIN_CAUSAL
 from echelon.learn.model.blocked_attention import blocked_attention
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.compilation import apply_compile
 from tests.families import random_batch, small_model
 
 WIDTH = 16

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from echelon.learn.data.loader import Microbatch, positions_in_documents
 from echelon.learn.model.attention import PLAIN_CAUSAL, choose_attention, describe_document_mask, document_inputs
 from echelon.learn.model.build import load_config
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.traits import apply_plain_causal, find_traits
 from echelon.learn.model.varlen_attention import VARLEN
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.objective import LogitsLoss
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.compilation import apply_compile
 from tests.families import small_config, small_model
 
 FAMILIES = [

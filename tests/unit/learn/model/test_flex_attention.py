@@ -10,13 +10,13 @@ from echelon.learn.engines import kernels
 from echelon.learn.model import flex_attention
 from echelon.learn.model.attention import describe_document_mask
 from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.flex_attention import FLEX, has_flex
 from echelon.learn.model.small_copy import randomize
 from echelon.learn.model.traits import computes_as_eager, find_traits
 from echelon.learn.model.varlen_attention import TOLERANCE, VARLEN, find_error
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.compilation import apply_compile
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import parse_recipe
 from tests.families import small_config, small_model

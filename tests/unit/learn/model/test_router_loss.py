@@ -11,6 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel,
 
 from echelon.learn.data.loader import Microbatch, positions_in_documents
 from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.router import (
     Router,
@@ -28,7 +29,6 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.compilation import apply_compile
 from tests.families import random_batch, small_config, small_model
 
 EXPERTS, CHOSEN = 8, 2

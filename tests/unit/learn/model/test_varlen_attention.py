@@ -11,8 +11,8 @@ from echelon.learn.engines import kernels
 from echelon.learn.model import varlen_attention
 from echelon.learn.model.attention import PLAIN_CAUSAL
 from echelon.learn.model.build import build_on_meta, load_config
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_error, find_starts, has_kernel
-from echelon.learn.parallel.compilation import apply_compile
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import parse_recipe
 from tests.families import small_config, small_model

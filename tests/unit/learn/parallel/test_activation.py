@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
 from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.compilation import apply_compile
 from echelon.planner.memory import estimate_memory, estimate_parts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.compilation import apply_compile
 from echelon.learn.parallel.offload import apply_activation_offloading
 from tests.families import small_model
 from tests.late_copies import LateCopies

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from echelon.learn.parallel.compilation import compilations_told
+from echelon.learn.model.compilation import compilations_told
 from echelon.run.training import heartbeat, waiting_peers
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.waiting_peers import WaitingPeers

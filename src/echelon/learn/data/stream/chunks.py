@@ -14,9 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from echelon.ground.errors import DataError, EchelonError, explain_storage_error
 from echelon.ground.file_lock import FileLock
@@ -24,16 +27,17 @@ from echelon.ground.mirror import bring
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.stored import parse_json, read_json, write_json
 from echelon.learn.data.broken_records import RecordCounts
-from echelon.learn.data.catalog import SampleRule
+from echelon.learn.data.catalog import INDEX_DTYPE, TARGETS_DTYPE, PackRecord, SampleRule
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
+from echelon.learn.data.packing import PackedDataset, write_packs
 from echelon.learn.data.readers.record import Broken, SourceFile
 from echelon.learn.data.resume import SampleCounts, SinkState
-from echelon.learn.data.shards import DTYPES, ShardRecord, TokenStore
+from echelon.learn.data.shards import DTYPES, GOOD, Samples, ShardRecord, ShardWriter, TokenStore
 from echelon.learn.data.sinks import open_sink
 from echelon.learn.data.source import Source
 from echelon.learn.data.stream.addresses import SLOW_SECONDS, fetch, is_address, slowness_told
 from echelon.learn.data.stream.chunk_list import StreamPlan
-from echelon.learn.data.stream.rows import MAX_CHUNK_TOKENS, ROW_DTYPE, write_rows
+from echelon.learn.data.stream.options import StreamOptions
 from echelon.learn.data.tokenize import (
     Encoding,
     Piece,
@@ -46,16 +50,17 @@ from echelon.learn.data.tokenize import (
 
 logger = logging.getLogger(__name__)
 
+ROW_DTYPE = "uint32"
+"""Of a row: a sequence of L positions as the model receives it, in 3 L + 1 numbers. They are inputs, labels, documents
+as in `Samples`, and whether the answer is judged good (1), bad (0), or not at all (-1). So a chunk is one file, whose
+size tells how many sequences it has."""
+
+MAX_CHUNK_TOKENS = 2**62
+"""A chunk of a stream is one shard, whatever its size."""
+
+_ROWS_AT_ONCE = 64
 _NUM_LOCKS = 64
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """What a machine keeps of a stream: at most `cache_bytes` of tokens. `remote`: `data.prepared_remote`."""
-
-    cache_bytes: int = 20 * 10**9
-    remote: str | None = None
 
 
 class ChunkKeeper:
@@ -329,3 +334,53 @@ def write_chunk(
     [record] = records
     (folder / record.file).rename(folder / name)
     return ShardRecord(name, record.tokens, record.bytes, record.sha256, record.blocks), counts, state.counts
+
+
+def row_size(sequence_len: int) -> int:
+    """Return the numbers in a row."""
+    return 3 * sequence_len + 1
+
+
+def write_rows(folder: Path, prefix: str, state: SinkState, rule: SampleRule, dtype: str) -> tuple[ShardRecord, ...]:
+    """Pack the samples that a finished sink wrote with `dtype`, and write a row for each pack.
+
+    The rows are in the order in which the longest sample of each was read. So rows near each other do not have samples
+    of the same length, although the longest samples are packed first.
+    """
+    if not state.counts.samples:
+        return ()
+    parts = {name: part.shards for name, part in state.parts.items()}
+    span = (0, state.counts.samples)
+    packs = write_packs(folder, f"{prefix}.packs", parts["lengths"], span, rule, MAX_CHUNK_TOKENS)
+    tokens, targets = TokenStore(folder, parts["tokens"], dtype), TokenStore(folder, parts["targets"], TARGETS_DTYPE)
+    packed = PackedDataset(folder, tokens, targets, packs, rule.sequence_len, rule.padding, apart=True)
+    order = _find_reading_order(folder, packs)
+    with ShardWriter(folder, f"{prefix}.rows", ROW_DTYPE, MAX_CHUNK_TOKENS) as writer:
+        for first in range(0, order.size, _ROWS_AT_ONCE):
+            writer.append(_as_rows(packed.read_samples(order[first : first + _ROWS_AT_ONCE])).reshape(-1))
+        return writer.finish()
+
+
+def _find_reading_order(folder: Path, packs: PackRecord) -> npt.NDArray[np.int64]:
+    """Return the packs `[n]` in the order in which the longest document of each was read."""
+    stops, index = (TokenStore(folder, shards, INDEX_DTYPE) for shards in (packs.stops, packs.documents))
+    bounds = np.concatenate([[0], stops.read(0, packs.packs).astype(np.int64)])
+    firsts, lengths = index.read(0, index.num_tokens).astype(np.int64).reshape(-1, 2).T
+    longest_first = np.lexsort((firsts, -lengths, np.repeat(np.arange(packs.packs), np.diff(bounds))))
+    return np.argsort(firsts[longest_first[bounds[:-1]]], kind="stable")
+
+
+def _as_rows(samples: Samples) -> npt.NDArray[np.uint32]:
+    count = len(samples.inputs)
+    judged = samples.extra.get(GOOD, np.full(count, -1)).reshape(count, 1)
+    assert samples.documents is not None
+    parts = (samples.inputs, samples.labels, samples.documents, judged)
+    return np.concatenate([part.astype(np.int32) for part in parts], axis=1).view(np.uint32)
+
+
+def read_rows(rows: npt.NDArray[np.uint32], apart: bool) -> Samples:
+    """Return rows `[n, row_size]` as samples."""
+    length = rows.shape[1] // 3
+    inputs, labels, documents, judged = np.split(rows.view(np.int32), [length, 2 * length, 3 * length], axis=1)
+    extra = {GOOD: judged[:, 0] == 1} if (judged >= 0).any() else {}
+    return Samples(inputs.astype(np.int64), labels.astype(np.int64), documents, apart, extra)

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.compilation import apply_compile
 from tests.families import small_model
 
 

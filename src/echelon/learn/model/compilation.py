@@ -13,8 +13,6 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import get_compilation_metrics
 from typing_extensions import override
 
-from echelon.learn.optimizer import compiled_update
-
 MAX_GRAPHS = 32
 """Graphs that Dynamo keeps for a layer; its default is 8, which LoRA reaches: three in training (for the first shape,
 for any, and for one sequence), twice because the first layer's input needs no gradient, and two in evaluation."""
@@ -23,7 +21,8 @@ RECURSION_LIMIT = 10_000
 """Nested Python calls while layers are compiled. The tracer follows a size that may change back to its origin, three
 calls for each operation of a layer with distributed tensors; Python's own limit of 1,000 ends that with an error."""
 
-_OPTIMIZER = Path(compiled_update.__file__).parent  # its functions are compiled for several kinds of parameters
+# Its functions are compiled for several kinds of parameters.
+_OPTIMIZER = Path(__file__).parents[1] / "optimizer"
 
 logger = logging.getLogger(__name__)
 
