@@ -84,8 +84,7 @@ def _find_accumulation(ledger: Ledger, tool: str, micro: float, devices: int) ->
 
 def _degree(ledger: Ledger, name: str) -> int:
     """Return a parallel degree of the file, recorded or not; 1 if it sets none."""
-    values = (value for full, value in ledger.given.items() if full.rpartition(".")[2] == name)
-    value = next(values, None)
+    value = next((value for full, value in ledger.given.items() if full.rpartition(".")[2] == name), None)
     return max(1, int(value)) if isinstance(value, int) else 1
 
 

@@ -47,8 +47,7 @@ def walk(root: Path, left_out: LeftOut, refuse: Callable[[OSError], Exception]) 
             if name and (real in seen or Path(real) in Path(os.path.realpath(root)).parents):
                 left_out.note("links to folders that are already read or contain this one", name)
                 continue
-            for folder, relative in _list_tree(link, name, seen, left_out, refuse, files):
-                deferred.append((folder, relative))
+            deferred += _list_tree(link, name, seen, left_out, refuse, files)
         links = deferred
     return sorted(files, key=lambda item: item[1])
 

@@ -43,8 +43,7 @@ class MdsReader(SequentialReader):
                 shard = _read_header(stream)
                 columns = find_columns(file, list(shard.readable))
                 for number, size in enumerate(shard.sizes):
-                    record = _parse(file, number, shard, columns, _take(stream, int(size)))
-                    if record is not None:
+                    if (record := _parse(file, number, shard, columns, _take(stream, int(size)))) is not None:
                         yield stream.consumed, record
             except (DamagedStreamError, ValueError) as error:
                 yield file.size, Broken(file, number, f"cannot be read, nor can the rest of the shard ({error})")
