@@ -17,6 +17,7 @@ from echelon.recipe.section import Section
 from tests.house.source_tree import ECHELON, ROOT, SourceTree
 
 MAX_ARGUMENTS = 8
+VAGUE_NAMES = {"found", "given", "here", "known", "own", "place", "wanted"}  # a variable has the name of what it holds
 
 
 def count_files(tree: SourceTree) -> int:
@@ -33,6 +34,12 @@ def count_raises(tree: SourceTree) -> int:
     """`raise` of an exception that is called with arguments: each is a text that somebody must understand."""
     nodes = (node for module in tree for node in ast.walk(module.tree))
     return sum(isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and bool(node.exc.args) for node in nodes)
+
+
+def count_vague_names(tree: SourceTree) -> int:
+    """Assignments to variables with vague names, in loops and in classes too; parameters do not count."""
+    names = (node for module in tree for node in ast.walk(module.tree) if isinstance(node, ast.Name))
+    return sum(node.id in VAGUE_NAMES and isinstance(node.ctx, ast.Store) for node in names)
 
 
 def find_doubled_classes(tree: SourceTree) -> list[str]:
@@ -79,6 +86,7 @@ COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: count_files(ECHELON), 619, 0),
     "lines": (lambda: count_lines(ECHELON), 97_357, 250),
     "raises with a text": (lambda: count_raises(ECHELON), 1_384, 5),
+    "vague names of variables": (lambda: count_vague_names(ECHELON), 271, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 23, 0),
     "recipe keys": (lambda: count_keys(Recipe), 321, 0),
@@ -104,11 +112,12 @@ def plant(folder: Path, **files: str) -> SourceTree:
 def test_what_is_counted_is_found(tmp_path):
     tree = plant(
         tmp_path,
-        a="class Twice: ...\nclass Once: ...\ndef f(a, b, c, d, *, e, f, g, h): ...\n",
+        a="class Twice: ...\nclass Once: ...\ndef f(a, b, c, d, *, e, f, g, h): ...\nown = row = here[known]\n",
         b="class Twice: ...\ndef g():\n    raise ValueError('a text')\n    raise\n    raise KeyError\n",
         c="class C:\n    class Once: ...\n    def wide(self, b, c, d, e, f, g, h, i): ...\n",
     )
-    assert (count_files(tree), count_lines(tree), count_raises(tree)) == (4, 11, 1)
+    assert (count_files(tree), count_lines(tree), count_raises(tree)) == (4, 12, 1)
+    assert count_vague_names(tree) == 1
     assert find_doubled_classes(tree) == ["Twice"]
     assert find_wide_functions(tree) == ["c.wide"]
 

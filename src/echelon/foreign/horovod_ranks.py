@@ -81,8 +81,8 @@ def find_group_bytes(config: HorovodConfig) -> int:
     """The bytes of gradients that Horovod sums at once."""
     if config.fusion_threshold_mb is not None:
         return config.fusion_threshold_mb * 2**20
-    given = find_fusion_threshold()
-    return DEFAULT_FUSION_MB * 2**20 if given is None else given
+    threshold = find_fusion_threshold()
+    return DEFAULT_FUSION_MB * 2**20 if threshold is None else threshold
 
 
 def _build_settings(config: HorovodConfig) -> dict[str, str]:

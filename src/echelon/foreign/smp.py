@@ -49,7 +49,7 @@ def map_smp(parameters: Any, where: str, version: Version | None = None) -> Mapp
     """
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"{where}={parameters} must be a mapping such as {{hybrid_shard_degree: 8}}.")
-    found = _check_names(parameters, where, version)
+    resolved_version = _check_names(parameters, where, version)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     lines: list[str] = []
@@ -70,11 +70,11 @@ def map_smp(parameters: Any, where: str, version: Version | None = None) -> Mapp
                 add(name, key, meaning)
         elif name == _HORIZON:
             offloads = True in (parameters.get("sm_activation_offloading"), parameters.get("offload_activations"))
-            for key, meaning in _read_horizon(f"{where}.{name}", value, found, offloads, lines):
+            for key, meaning in _read_horizon(f"{where}.{name}", value, resolved_version, offloads, lines):
                 add(name, key, meaning)
-    given = {name: value for name, value in parameters.items() if name in PARALLEL_KEYS}
-    if (parallel := map_parallel(given, where, found, lines)) is not None:
-        add(", ".join(given), "parallel", parallel)
+    degrees = {name: value for name, value in parameters.items() if name in PARALLEL_KEYS}
+    if (parallel := map_parallel(degrees, where, resolved_version, lines)) is not None:
+        add(", ".join(degrees), "parallel", parallel)
     return Mapped(values, sources, tuple(lines))
 
 
@@ -83,11 +83,11 @@ def apply_smp(draft: Draft, mapped: Mapped, where: str) -> None:
     fields = recipe_keys(Recipe)
     for key, value in mapped.values.items():
         path, default = tuple(key.split(".")), fields[key].get_default(call_default_factory=True)
-        given = draft.get(path)
-        if given not in (None, default, value):
+        current = draft.get(path)
+        if current not in (None, default, value):
             raise ConfigError(
                 f"{where}.{mapped.sources[key]} sets {key}={show_value(value)}, but the recipe has "
-                f"{key}={show_value(given)}; remove one."
+                f"{key}={show_value(current)}; remove one."
             )
         draft.set(path, value, where)
 
@@ -111,14 +111,14 @@ def expand_smp(draft: Draft) -> list[str]:
 
 def _check_names(parameters: Mapping[str, Any], where: str, version: Version | None) -> Version:
     """The version to which all parameters belong; without any that tells, 2."""
-    known = {name: row["versions"] for rows in (FIXED, SETTINGS) for name, row in rows.items()}
-    known |= {_HORIZON: _BOTH, **PARALLEL_KEYS}
+    versions = {name: row["versions"] for rows in (FIXED, SETTINGS) for name, row in rows.items()}
+    versions |= {_HORIZON: _BOTH, **PARALLEL_KEYS}
     first: str | None = None
     for name in parameters:
-        if name not in known:
+        if name not in versions:
             raise ConfigError(f"{where}.{name} is not a known parameter of SageMaker's model parallel library.")
-        if version is not None and version not in known[name]:
-            other = known[name][0]
+        if version is not None and version not in versions[name]:
+            other = versions[name][0]
             if first is None:
                 launcher = "mpi" if other == 1 else "torch_distributed"
                 raise ConfigError(
@@ -129,8 +129,8 @@ def _check_names(parameters: Mapping[str, Any], where: str, version: Version | N
                 f"{where}.{name} belongs to version {other} of the library, and {where}.{first} to version {version}; "
                 "use the parameters of one version."
             )
-        if version is None and len(known[name]) == 1:
-            first, version = name, known[name][0]
+        if version is None and len(versions[name]) == 1:
+            first, version = name, versions[name][0]
     return version or 2
 
 

@@ -113,10 +113,10 @@ def _find_step(folder: Path) -> Path | None:
 
 def _sorted(step: Path, pattern: str) -> list[Path]:
     """The files of a kind, by the rank in their names."""
-    found = sorted(step.glob(pattern), key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
-    if not found:
+    files = sorted(step.glob(pattern), key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+    if not files:
         raise CheckpointError(f"{step} has no {pattern}; the checkpoint is not complete.")
-    return found
+    return files
 
 
 def _load_mapping(path: Path) -> Mapping[str, Any]:
@@ -179,8 +179,8 @@ def _read_universal(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[
     for name, shape in shapes.items():
         if "/" in name or name.startswith("."):
             raise CheckpointError(f"{folder.parent} names a weight {name!r}, which is not a file's name.")
-        found = _load(folder / name / "fp32.pt")
-        yield name, (found["param"] if isinstance(found, dict) else found).view(shape)
+        content = _load(folder / name / "fp32.pt")
+        yield name, (content["param"] if isinstance(content, dict) else content).view(shape)
 
 
 def _read_divided(
@@ -235,7 +235,7 @@ def import_zero_folder(folder: Path, out: Path) -> str:
         ConfigError: there is no config.json, or `out` is not empty.
         CheckpointError: the checkpoint cannot be read safely, or is not of the config's model.
     """
-    beside = next((place for place in (folder, folder.resolve().parent) if (place / "config.json").is_file()), None)
+    beside = next((base for base in (folder, folder.resolve().parent) if (base / "config.json").is_file()), None)
     if beside is None:
         raise ConfigError(
             f"{folder} has no config.json, nor has the folder that contains it; copy the model's config.json there."
@@ -243,11 +243,11 @@ def import_zero_folder(folder: Path, out: Path) -> str:
     check_empty(out)
     skeleton = build_on_meta(load_config(str(beside)))
     weights = read_zero_folder(folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton).items()}
-    for name, shape in wanted.items():
-        found = weights.tensors.get(name)
-        if found is None or tuple(found.shape) != shape:
-            state = "no such weight" if found is None else f"shape {tuple(found.shape)}"
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton).items()}
+    for name, shape in shapes.items():
+        weight = weights.tensors.get(name)
+        if weight is None or tuple(weight.shape) != shape:
+            state = "no such weight" if weight is None else f"shape {tuple(weight.shape)}"
             raise CheckpointError(
                 f"{folder} is not of the model in {beside / 'config.json'}: {name} has shape {shape} there, and the "
                 f"checkpoint has {state}."

@@ -56,8 +56,8 @@ class JobSpec:
 def count_gpus(job: JobSpec) -> int:
     """The number of GPUs that a job requests on each machine of a target with `gpus_per_node`; 0: it requests none."""
     launch = job.recipe.launch
-    own: int | None = getattr(launch, launch.to or "").gpus_per_node
-    return own if own is not None else 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    gpus: int | None = getattr(launch, launch.to or "").gpus_per_node
+    return gpus if gpus is not None else 0 if launch.nproc_per_node == "auto" else launch.nproc_per_node
 
 
 def describe_gpu_request(job: JobSpec) -> str:

@@ -162,10 +162,10 @@ def _fill(recipe: Recipe, placeholders: Mapping[str, Any]) -> Recipe:
     plain = recipe_mapping(recipe)
     for key, value in placeholders.items():
         *sections, name = key.split(".")
-        place: Any = plain
+        parent: Any = plain
         for part in sections:
-            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        place[name] = plain_value(value)
+            parent = parent[int(part)] if isinstance(parent, list) else parent.setdefault(part, {})
+        parent[name] = plain_value(value)
     return Recipe.model_validate(plain)
 
 
@@ -186,14 +186,14 @@ def _check_whole(job: JobSpec, lines: Sequence[str], missing: tuple[EchelonError
         with _left_to_the_job(target, notes):
             _check_uploads(recipe)
     trained = _find_trained_recipe(recipe)
-    given = {key for error in missing if isinstance(error, MissingSettingError) for key in error.placeholders}
-    machines_known = _INSTANCE_TYPE not in given
+    unset = {key for error in missing if isinstance(error, MissingSettingError) for key in error.placeholders}
+    machines_known = _INSTANCE_TYPE not in unset
     checked: list[str] = []
     with _left_to_the_job(target, notes):
         checked = _check_model(trained, find_target_cluster(trained) if machines_known else None)
     told = [*lines, *checked, *notes, *describe_packages(trained)]
     if machines_known:
-        told += _describe_price(job if _REGION not in given else replace(job, recipe=_fill(recipe, {_REGION: None})))
+        told += _describe_price(job if _REGION not in unset else replace(job, recipe=_fill(recipe, {_REGION: None})))
     return CheckedJob(launcher, launcher.render(job), tuple(told), missing)
 
 

@@ -26,30 +26,30 @@ def describe_packages(recipe: Recipe) -> list[str]:
     launch, needed = recipe.launch, list_extras(recipe)
     _refuse_namesake(launch)
     assert launch.to is not None
-    source, place = find_launcher(launch.to).find_packages(launch)
+    source, where = find_launcher(launch.to).find_packages(launch)
     words = ", ".join(f"{extra} ({key})" for extra, key in needed.items())
     if source == "wheel":
-        return [f"packages: {place} installs the wheel of echelon that the job brings{words and ', with '}{words}"]
+        return [f"packages: {where} installs the wheel of echelon that the job brings{words and ', with '}{words}"]
     if source == "self" or not needed:
         return []
     if source == "shared":
         _refuse_missing(recipe, needed)
         return []
     if source == "there":
-        return [f"packages: {place} must have echelon with its extras {words}; this cannot be checked here"]
-    if own := [extra for extra in needed if extra not in EXTRAS]:
-        place = f"{place} must contain {', '.join(own)}, which cannot be checked here"
-        return [f"packages: {place}; the container installs what else it lacks"]
+        return [f"packages: {where} must have echelon with its extras {words}; this cannot be checked here"]
+    if others := [extra for extra in needed if extra not in EXTRAS]:
+        where = f"{where} must contain {', '.join(others)}, which cannot be checked here"
+        return [f"packages: {where}; the container installs what else it lacks"]
     return [f"packages: the container installs what its image lacks of echelon's extras {words}"]
 
 
 def _refuse_namesake(launch: LaunchConfig) -> None:
     """Refuse `pip install echelon`: at the package index this is another project."""
-    found = [(f"setup.{index}", line) for index, line in enumerate(launch.setup) if _INSTALLS_NAMESAKE.search(line)]
+    lines = [(f"setup.{index}", line) for index, line in enumerate(launch.setup) if _INSTALLS_NAMESAKE.search(line)]
     for tool in INSTALLERS:
         packages = read_packages(launch.ray.runtime_env.get(tool)) or []
-        found += [(f"ray.runtime_env.{tool}", line) for line in map(str, packages) if re.match(_NAMESAKE, line)]
-    for key, line in found:
+        lines += [(f"ray.runtime_env.{tool}", line) for line in map(str, packages) if re.match(_NAMESAKE, line)]
+    for key, line in lines:
         raise ConfigError(
             f"launch.{key}: {line} installs another project, which has this name at the package index; remove it: jobs "
             "of skypilot, and of ray with launch.ray.runtime_env.pip, bring a wheel of echelon; for other targets use "

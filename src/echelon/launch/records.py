@@ -85,10 +85,10 @@ def record_job(job: JobSpec, submitted: Submitted) -> JobRecord:
     record = JobRecord(job.name, target, submitted.id, run_dir, time.time(), job.folder, submitted.place)
     write_json(job.folder / _RECORD, _fields(record))
     if find_launcher(target).record_form.needs_own:
-        own = _find_own(job.folder)
+        path = _find_own(job.folder)
         with suppress(OSError):  # a home that cannot be written
-            own.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
-            write_json(own, _fields(record))
+            path.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
+            write_json(path, _fields(record))
     return record
 
 
@@ -139,21 +139,21 @@ def list_jobs() -> tuple[list[JobRecord], list[str]]:
 
 def read_job(folder: Path) -> JobRecord:
     """The record in a job's folder. Raises ConfigError if it is missing or damaged, or has values of another form."""
-    place = folder / _RECORD
+    path = folder / _RECORD
     try:
-        record = replace(read_as(place, JobRecord), folder=folder)
+        record = replace(read_as(path, JobRecord), folder=folder)
         form = find_launcher(record.target).record_form
     except OSError as error:
-        raise ConfigError(f"{place} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, ConfigError) as error:
-        raise _damaged(place, str(error).rstrip(".")) from None
+        raise _damaged(path, str(error).rstrip(".")) from None
     if not re.fullmatch(NAME, record.name) or "\0" in record.run_dir:
-        raise _damaged(place, f"name is {record.name!r:.60}, run_dir is {record.run_dir!r:.60}")
+        raise _damaged(path, f"name is {record.name!r:.60}, run_dir is {record.run_dir!r:.60}")
     if (fault := form.find_fault(record)) is not None:
-        raise _damaged(place, fault)
+        raise _damaged(path, fault)
     if form.needs_own and not _is_own(record):
         raise ConfigError(
-            f"{place} was not written by a launch of this account on this machine, so the addresses in it are not "
+            f"{path} was not written by a launch of this account on this machine, so the addresses in it are not "
             f"asked; see the run itself with: echelon status {record.run_dir}"
         )
     return record

@@ -101,13 +101,13 @@ class SkyPilotLauncher(Launcher):
 
     @override
     def status(self, record: JobRecord) -> JobStatus:
-        found = _find(record.id)
-        if found is None:
+        job = _find(record.id)
+        if job is None:
             return JobStatus("failed", "no longer known to SkyPilot")
-        state, reason = str(found.get("status")), str(found.get("failure_reason") or "")
-        words = f"SkyPilot job {found.get('job_id')} {state}"
-        if found.get("recovery_count"):
-            words += f", recovered {found['recovery_count']} time(s)"
+        state, reason = str(job.get("status")), str(job.get("failure_reason") or "")
+        words = f"SkyPilot job {job.get('job_id')} {state}"
+        if job.get("recovery_count"):
+            words += f", recovered {job['recovery_count']} time(s)"
         if state in _STATES:
             return JobStatus(_STATES[state], words, {"SUCCEEDED": DONE, "CANCELLED": STOPPED}.get(state))
         codes = [int(code) for code in re.findall(r"\d+", reason.partition("exit code")[2].partition("(")[0])]
@@ -149,13 +149,13 @@ def _build_task(job: JobSpec) -> dict[str, Any]:
 def _build_resources(job: JobSpec) -> dict[str, Any]:
     """`launch.skypilot.resources`, with the accelerators of the recipe, and recovery after a save."""
     launch = job.recipe.launch
-    given = launch.skypilot.resources
+    resources = launch.skypilot.resources
     gpus = {}
     if launch.accelerator is not None:
         gpus = {"accelerators": f"{_NAMES.get(launch.accelerator, launch.accelerator)}:{launch.nproc_per_node}"}
-    recovery = given.get("job_recovery") or {}
+    recovery = resources.get("job_recovery") or {}
     strategy = recovery if isinstance(recovery, dict) else {"strategy": recovery}
-    return {**gpus, **given, "job_recovery": {"recover_on_exit_codes": [_AGAIN], **strategy}}
+    return {**gpus, **resources, "job_recovery": {"recover_on_exit_codes": [_AGAIN], **strategy}}
 
 
 def _shared_environment(job: JobSpec) -> dict[str, str]:
@@ -227,8 +227,8 @@ def _list_sent(job: JobSpec) -> list[tuple[str, str]]:
 
 def _is_mounted(job: JobSpec, path: str) -> bool:
     """Whether a path of the recipe is below one of `launch.skypilot.file_mounts`."""
-    place = PurePosixPath(_FOLDER) / path
-    return any(place.is_relative_to(target) for target in job.recipe.launch.skypilot.file_mounts)
+    absolute = PurePosixPath(_FOLDER) / path
+    return any(absolute.is_relative_to(target) for target in job.recipe.launch.skypilot.file_mounts)
 
 
 def _describe_resources(resources: dict[str, Any]) -> str:

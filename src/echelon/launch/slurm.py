@@ -108,21 +108,21 @@ class SlurmLauncher(ArrayLauncher):
     @override
     def status(self, record: JobRecord) -> JobStatus:
         """Asks Slurm while it knows the job, since only Slurm knows about a requeue; then reads the script's files."""
-        found = _find_job(record.id)
+        job = _find_job(record.id)
         code = read_exit_code(record.folder / CODE)
-        if found is None:
+        if job is None:
             if code is None and (record.folder / CANCELLED).exists():
                 code = STOPPED  # cancelled while pending, before its script could write a code
             return _describe_end("", code, "no longer known to Slurm")
-        state = _STATES.get(found.state, "failed")
-        words = f"job {record.id} {found.state}"
-        if found.reason not in ("", "None"):
-            words += f" ({found.reason})"
-        if found.restarts:
-            words += f", restarted {found.restarts} time(s)"
+        state = _STATES.get(job.state, "failed")
+        words = f"job {record.id} {job.state}"
+        if job.reason not in ("", "None"):
+            words += f" ({job.reason})"
+        if job.restarts:
+            words += f", restarted {job.restarts} time(s)"
         if state not in FINAL_STATES:
             return JobStatus(state, words)
-        return _describe_end(found.state, found.exit_code if code is None else code, words)
+        return _describe_end(job.state, job.exit_code if code is None else code, words)
 
     @override
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:

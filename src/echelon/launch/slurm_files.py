@@ -36,16 +36,16 @@ def list_local_files(job: JobSpec, mounts: Path = Path("/proc/self/mounts")) -> 
     A machine of the cluster may mount the same files in another way, so this is no error.
     """
     types = _read_mounts(mounts)
-    found: dict[Path, list[str]] = {}
+    by_mount: dict[Path, list[str]] = {}
     for key, path in _list_needed(job):
-        place = Path(os.path.realpath(path))
-        mount = next((mount for mount in (place, *place.parents) if mount in types), None)
+        real_path = Path(os.path.realpath(path))
+        mount = next((mount for mount in (real_path, *real_path.parents) if mount in types), None)
         if mount is not None and types[mount] in _LOCAL:
-            found.setdefault(mount, []).append(f"{key}={path}")
+            by_mount.setdefault(mount, []).append(f"{key}={path}")
     return [
         f"{', '.join(keys)}: on {mount}, a file system of this machine ({types[mount]}); if the job's machines do not "
         "see it, the job fails when it starts; move it to a file system that all of them share"
-        for mount, keys in found.items()
+        for mount, keys in by_mount.items()
     ]
 
 
@@ -57,7 +57,7 @@ def render_needed(job: JobSpec) -> str:
     launch = job.recipe.launch
     brings = bool(launch.setup) or launch.slurm.container is not None
     paths = [path for key, path in _list_needed(job) if not brings or key in ("the working directory", "run.dir")]
-    there = (next(place for place in (path, *path.parents) if place.exists()) for path in paths)
+    there = (next(folder for folder in (path, *path.parents) if folder.exists()) for path in paths)
     return "".join(f"{path}\n" for path in dict.fromkeys(there) if path != Path("/"))
 
 

@@ -150,7 +150,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
     launch = job.recipe.launch
     slurm = launch.slurm
     fewest, most = job.nodes
-    given: dict[str, str | int | bool | None] = {
+    options: dict[str, str | int | bool | None] = {
         "job-name": name,
         "nodes": fewest if fewest == most else f"{fewest}-{most}",
         # With a range of machines Slurm would read it as the total number of tasks, and allocate one machine.
@@ -168,7 +168,7 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         "chdir": str(job.workdir),
         **slurm.options,
     }
-    return [_directive(option, value) for option, value in given.items() if value is not None and value is not False]
+    return [_directive(option, value) for option, value in options.items() if value is not None and value is not False]
 
 
 def _fill(job: JobSpec, directives: Sequence[str], names: Sequence[str] = ()) -> str:

@@ -77,8 +77,8 @@ def render_task(job: JobSpec, own: Options, command: str) -> str:
     image = str(Path(slurm.container.image).expanduser()) if slurm.container.image[:1] == "~" else slurm.container.image
     mounts = _list_mounts(job, slurm.container)
     if slurm.container.runtime == "pyxis":
-        given = {"container-image": image, "container-mounts": ",".join(mounts), **slurm.container.options}
-        return " ".join([*words, *render_options(given), command])
+        flags = {"container-image": image, "container-mounts": ",".join(mounts), **slurm.container.options}
+        return " ".join([*words, *render_options(flags), command])
     # --nv: the GPUs and their driver; without GPUs it only warns.
     options = render_options({"nv": "rocm" not in slurm.container.options, **slurm.container.options})
     options += [shlex.quote(f"--bind={mount}") for mount in mounts]
@@ -96,12 +96,12 @@ def check_option(
 
     `reason` is why options are impossible, in `slurm_options.yaml`.
     """
-    own, impossible = _OPTIONS["own"][command], _OPTIONS["impossible"][command].split()
+    taken, impossible = _OPTIONS["own"][command], _OPTIONS["impossible"][command].split()
     key = f"{section}.{name}"
     if not _LONG_OPTION.fullmatch(name):
         raise ConfigError(f"{key}: {name!r} is not a long option; write it like mail-type.")
-    if name in own:
-        raise ConfigError(f"{key}={value}: echelon sets this option from {own[name]}; set that key instead.")
+    if name in taken:
+        raise ConfigError(f"{key}={value}: echelon sets this option from {taken[name]}; set that key instead.")
     if name in impossible:
         raise ConfigError(f"{key}={value}: {reason}; remove the option.")
     if not str(value).isprintable():
@@ -135,7 +135,7 @@ def _read_mount(mount: str) -> tuple[str, str, str]:
 
 def _is_visible(job: JobSpec, container: SlurmContainerConfig, path: str | Path) -> bool:
     """Whether the container sees a path of this machine under the same name."""
-    place = job.workdir / path
-    return place.is_relative_to(job.workdir) or any(
-        place.is_relative_to(target) for _, target, _ in map(_read_mount, container.mounts)
+    absolute = job.workdir / path
+    return absolute.is_relative_to(job.workdir) or any(
+        absolute.is_relative_to(target) for _, target, _ in map(_read_mount, container.mounts)
     )

@@ -65,7 +65,7 @@ def build_wheel() -> tuple[str, bytes]:
     info = f"{DISTRIBUTION}-{version}.dist-info"
     files[f"{info}/METADATA"] = _render_metadata(version).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: echelon\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    named = {group: [f"{name} = {place}\n" for name, place in rows.items()] for group, rows in read_own().items()}
+    named = {group: [f"{name} = {entry}\n" for name, entry in rows.items()] for group, rows in read_own().items()}
     files[f"{info}/entry_points.txt"] = "".join(f"[{group}]\n{''.join(named[group])}" for group in named).encode()
     digests = {name: hashlib.sha256(content).digest() for name, content in files.items()}
     rows = [

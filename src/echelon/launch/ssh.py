@@ -90,9 +90,9 @@ def check_hosts(launch: LaunchConfig) -> None:
     if len(set(hosts)) < len(hosts):
         twice = next(host for host in hosts if hosts.count(host) > 1)
         raise ConfigError(f"launch.torchrun.hosts names {twice} twice; give each machine once.")
-    if len(hosts) > 1 and (here := {"localhost", "127.0.0.1"} & set(hosts)):
+    if len(hosts) > 1 and (local := {"localhost", "127.0.0.1"} & set(hosts)):
         raise ConfigError(
-            f"launch.torchrun.hosts: {here.pop()} is a different machine on each host; use an address that the other "
+            f"launch.torchrun.hosts: {local.pop()} is a different machine on each host; use an address that the other "
             "hosts can reach."
         )
     if user is not None and not re.fullmatch(USER, user):

@@ -7,8 +7,8 @@ from echelon.recipe.names import LAUNCHERS
 
 def find_launcher(target: str) -> Launcher:
     """The launcher of this target. Raises ConfigError if no package registers it, or it is of another kind."""
-    found = LAUNCHERS[target]
-    if Launcher not in getattr(found, "__mro__", ()):
-        raise ConfigError(f"launch.to={target}: {found} is not a class derived from echelon.launch.job.Launcher.")
-    launcher: Launcher = found()
+    plugin = LAUNCHERS[target]
+    if Launcher not in getattr(plugin, "__mro__", ()):
+        raise ConfigError(f"launch.to={target}: {plugin} is not a class derived from echelon.launch.job.Launcher.")
+    launcher: Launcher = plugin()
     return launcher

@@ -107,23 +107,23 @@ def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) ->
     masks, largest = (0, 0) if by.scores else _count_masks(plan)
     fixed += 0 if num_redone else by.compute * masks * shape.num_layers
     again = made // shape.num_layers if num_redone else 0
-    here, moved = sum(kept), 0.0
+    on_device, moved = sum(kept), 0.0
     if plan.activation_offloading:
         window = max(_LAYERS_LEAVING, 1 + plan.activation_loading_horizon)
-        here, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
+        on_device, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
     # When the backward pass of a layer comes to its attention, that of its MLP is done, and what the MLP kept is free.
     beside = sum(axis.attention_bytes(shape, plan, by.compute) for axis in AXES)
     at_attention = tokens * (redone - mlp - outside + beside) + _blocks_bytes(shape, plan, kind)
     at_attention += (by.compute * masks if num_redone else 0) + largest
     redone = max(tokens * redone + _tile_sums(shape, plan), at_attention) + again
     # 8: token ids
-    return int(tokens * (here + outside + 8)) + rotary + fixed, int(redone), int(tokens * moved)
+    return int(tokens * (on_device + outside + 8)) + rotary + fixed, int(redone), int(tokens * moved)
 
 
 def _count_masks(plan: ParallelPlan) -> tuple[int, int]:
     """The numbers in the masks that attention makes for each layer, without documents; see Axis.mask_numbers."""
-    found = [axis.mask_numbers(plan) for axis in AXES]
-    return sum(masks for masks, _ in found), max(largest for _, largest in found)
+    counts = [axis.mask_numbers(plan) for axis in AXES]
+    return sum(masks for masks, _ in counts), max(largest for _, largest in counts)
 
 
 def _tile_sums(shape: ModelShape, plan: ParallelPlan) -> int:

@@ -30,19 +30,19 @@ COMPILE_GAIN = {"bfloat16": 0.19, "float32": 0.06, "float16": 0.06}
 def choose_precision(recipe: "Recipe", cluster: Cluster) -> tuple[Precision, list[str]]:
     """The dtypes of a plan, with the reason for `auto`. Raises PlanError or ConfigError for what cannot be computed."""
     train = recipe.train
-    wanted, name = train.precision, cluster.accelerator.name
-    if wanted == "fp8":
+    setting, name = train.precision, cluster.accelerator.name
+    if setting == "fp8":
         _check_float8(recipe, cluster)
-    if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
+    if setting == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
         raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
-    compute_bf16 = wanted in ("bf16", "fp8") or (wanted == "auto" and cluster.has_bf16)
+    compute_bf16 = setting in ("bf16", "fp8") or (setting == "auto" and cluster.has_bf16)
     if train.master_weights != "fp32":
         chosen = _choose_master_weights(train, compute_bf16)
-        return replace(chosen, float8=wanted == "fp8", float8_scaling=train.float8_scaling), []
-    if wanted == "fp8":
+        return replace(chosen, float8=setting == "fp8", float8_scaling=train.float8_scaling), []
+    if setting == "fp8":
         return Precision(compute="bfloat16", float8=True, float8_scaling=train.float8_scaling), []
-    precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
-    if wanted != "auto":
+    precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if setting == "fp16" else "float32")
+    if setting != "auto":
         return precision, []
     return precision, [f"precision auto: compute in {precision.compute}, {_explain_bf16(cluster)}"]
 
@@ -128,16 +128,16 @@ def choose_compile(
 
     Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it.
     """
-    wanted, adapter = recipe.train.compile, recipe.adapter
+    setting, adapter = recipe.train.compile, recipe.adapter
     key = "target_parameters" if adapter.target_parameters else "quantize_experts" if adapter.quantize_experts else None
-    if key is not None and wanted is True:
+    if key is not None and setting is True:
         raise ConfigError(
             f"train.compile=true: with adapter.{key} the weights of experts are replaced in each forward pass, which "
             "cannot be compiled; set train.compile=false."
         )
     keeps = _keeps_weights(recipe, kept)
-    if isinstance(wanted, bool):
-        return wanted, [f"compile: on, {_KEEPS_WEIGHTS}; this plan does not count them"] if wanted and keeps else []
+    if isinstance(setting, bool):
+        return setting, [f"compile: on, {_KEEPS_WEIGHTS}; this plan does not count them"] if setting and keeps else []
     if (obstacle := _find_compile_obstacle(recipe, kept)) is not None:
         return False, [f"compile auto: off, {obstacle}"]
     if kept.memory_budget is not None:

@@ -118,11 +118,11 @@ def _count_linears(model: Any, layers: list[Any], is_limited: bool) -> tuple[Lin
     from torch import nn
 
     inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
-    found = {name: module for name, module in model.named_modules() if id(module) in inside}
-    left_out = find_unadaptable(model, found) if is_limited else set()
+    modules = {name: module for name, module in model.named_modules() if id(module) in inside}
+    left_out = find_unadaptable(model, modules) if is_limited else set()
     linears = Counter(
         (name.rpartition(".")[2], module.in_features, module.out_features, name not in left_out)
-        for name, module in found.items()
+        for name, module in modules.items()
     )
     return tuple(
         LinearShape(name, rows, columns, count, adaptable)

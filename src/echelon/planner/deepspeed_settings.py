@@ -43,9 +43,9 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
     """
     _check_plan(recipe, plan)
     owned = _find_owned(recipe, plan)
-    given = dict(_flatten(recipe.deepspeed.config))
+    config = dict(_flatten(recipe.deepspeed.config))
     passed: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in config.items():
         if _needs_files(key, value):
             raise ConfigError(
                 f"{KEY}.{key}={show_value(value)}: with NVMe offload DeepSpeed moves gradients and moments to files "
@@ -108,7 +108,7 @@ def _find_owned(recipe: "Recipe", plan: ParallelPlan) -> dict[str, _Owned]:
     """The keys of DeepSpeed's config that the recipe determines."""
     optim, offloaded = recipe.optim, recipe.deepspeed
     batch = "train.global_batch_size and the number of processes"
-    found = {
+    owned = {
         "train_batch_size": _Owned(plan.global_batch_size, f"train.{recipe.train.batch_key}"),
         "train_micro_batch_size_per_gpu": _Owned(plan.micro_batch_size, "train.micro_batch_size"),
         "gradient_accumulation_steps": _Owned(plan.num_microbatches, batch),
@@ -125,10 +125,10 @@ def _find_owned(recipe: "Recipe", plan: ParallelPlan) -> dict[str, _Owned]:
         "optimizer.params.weight_decay": _Owned(optim.weight_decay, "optim.weight_decay"),
     }
     if optim.name != "sgd":
-        found["optimizer.params.betas"] = _Owned(list(optim.betas), "optim.betas")
+        owned["optimizer.params.betas"] = _Owned(list(optim.betas), "optim.betas")
     if optim.name == "adamw":
-        found["optimizer.params.eps"] = _Owned(optim.eps, "optim.eps")
-    return found
+        owned["optimizer.params.eps"] = _Owned(optim.eps, "optim.eps")
+    return owned
 
 
 def _place(offloads: bool, by: str) -> _Owned:
@@ -170,8 +170,8 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, last = key.split(".")
-        place = nested
+        level = nested
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            level = level.setdefault(parent, {})
+        level[last] = value
     return nested

@@ -37,22 +37,22 @@ def find_expert_weights(model: Any, layer: Any) -> dict[str, Any]:
 
 def find_recorded_routers(model: Any) -> dict[str, tuple[Any, int]]:
     """Return the modules whose outputs `transformers` records as router logits: (module, output index) by name."""
-    found: dict[str, tuple[Any, int]] = {}
+    gates: dict[str, tuple[Any, int]] = {}
     for prefix, part in model.named_modules():
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            found |= _find_recorded(prefix, part, recorder)
-    return {name: module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+            gates |= _find_recorded(prefix, part, recorder)
+    return {name: module for name, module in gates.items() if not any(other.startswith(f"{name}.") for other in gates)}
 
 
 def _find_recorded(prefix: str, part: Any, recorder: Any) -> dict[str, tuple[Any, int]]:
-    wanted, inside = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None)
-    if not isinstance(wanted, type):
+    target, inside = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None)
+    if not isinstance(target, type):
         return {}
     return {
         name: (module, getattr(recorder, "index", 1))
         for name, module in part.named_modules(prefix=prefix)
-        if isinstance(module, wanted) and (inside is None or f".{inside}." in f".{name}.")
+        if isinstance(module, target) and (inside is None or f".{inside}." in f".{name}.")
     }
 
 

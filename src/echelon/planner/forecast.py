@@ -153,9 +153,9 @@ def forecast_run(
     """
     correction = history.correct(plan)
     step = correction.apply(estimate_time(shape, plan, cluster))
-    given = recipe.budget.usd_per_hour
-    known = num_samples is not None or recipe.train.epochs is None
-    num_steps = recipe.num_steps(num_samples or 0) if known else None
+    usd_per_hour = recipe.budget.usd_per_hour
+    is_known = num_samples is not None or recipe.train.epochs is None
+    num_steps = recipe.num_steps(num_samples or 0) if is_known else None
     per_step = plan.global_batch_size * plan.sequence_len
     trained = None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters
     peak = cluster.accelerator.peak_flops(plan.precision.compute)
@@ -168,7 +168,7 @@ def forecast_run(
         mfu=None if peak is None else shape.mfu(rate, cluster.num_devices, peak, plan.sequence_len, trained),
         num_devices=cluster.num_devices,
         num_machines=cluster.num_nodes,
-        price=price if given is None else HourlyPrice(given, "budget.usd_per_hour"),
+        price=price if usd_per_hour is None else HourlyPrice(usd_per_hour, "budget.usd_per_hour"),
         spot_usd_per_hour=recipe.budget.spot_usd_per_hour,
         correction=correction,
     )

@@ -51,12 +51,12 @@ def list_activations(recipe: "Recipe") -> tuple[KeptActivations, ...]:
 
     It is the one that the recipe names or maps; for `auto` those that its other keys and its engine allow.
     """
-    given = recipe.train.activation_checkpointing
-    if not isinstance(given, str):
-        policy: ActivationCheckpointing = "full" if given.memory_budget is None else "none"
-        return (KeptActivations(policy, given.every or 1, given.memory_budget, given.mlp_tiles or 1),)
-    if given != "auto":
-        return (KeptActivations(given),)
+    setting = recipe.train.activation_checkpointing
+    if not isinstance(setting, str):
+        policy: ActivationCheckpointing = "full" if setting.memory_budget is None else "none"
+        return (KeptActivations(policy, setting.every or 1, setting.memory_budget, setting.mlp_tiles or 1),)
+    if setting != "auto":
+        return (KeptActivations(setting),)
     limits = [limit.values for limit in ENGINES[recipe.engine].limits if limit.key == _KEY]
     allowed = [kept for kept in (NONE, SELECTIVE, FULL) if all(kept.policy in values for values in limits)]
     if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
@@ -89,10 +89,10 @@ def check_activations(recipe: "Recipe", kept: KeptActivations, shape: ModelShape
 
 def _check_zero_bubble(train: "TrainConfig") -> None:
     """Refuse what a split backward pass would recompute many times, measured by test_zero_bubble.py."""
-    given = train.activation_checkpointing
-    if given in ("auto", "none"):
+    setting = train.activation_checkpointing
+    if setting in ("auto", "none"):
         return
-    shown = given if isinstance(given, str) else json.dumps(given.model_dump(exclude_none=True))
+    shown = setting if isinstance(setting, str) else json.dumps(setting.model_dump(exclude_none=True))
     raise ConfigError(
         f"train.activation_checkpointing={shown} does not work with parallel.schedule=zero_bubble: PyTorch computes "
         "the gradient of each weight in a backward pass of its own; each would recompute the layer, and all of it "

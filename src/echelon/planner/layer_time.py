@@ -46,8 +46,8 @@ class Step:
     @property
     def bandwidth(self) -> float:
         """Bytes/s of operations that wait for memory."""
-        known = self.cluster.accelerator.memory_bandwidth
-        return (self.rates.memory_bandwidth if known is None else known) * self.rates.bandwidth_share
+        nominal = self.cluster.accelerator.memory_bandwidth
+        return (self.rates.memory_bandwidth if nominal is None else nominal) * self.rates.bandwidth_share
 
     def flops(self, float8: bool = False) -> float:
         """FLOP/s of large products. Raises PlanError if the speed of the devices is unknown."""

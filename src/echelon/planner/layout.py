@@ -100,12 +100,12 @@ def check_batch(recipe: "Recipe", layout: ParallelPlan, num_samples: int | None,
     processes = join_words([str(n * layout.num_peers) for n in nearest(divisors(batch), dp_size)])
     if recipe.train.global_batch_tokens is not None:
         length = recipe.data.sequence_len
-        given = f"train.global_batch_tokens={recipe.train.global_batch_tokens} ({batch} sequences)"
+        shown = f"train.global_batch_tokens={recipe.train.global_batch_tokens} ({batch} sequences)"
         fits = join_words([f"{multiple * length} ({multiple} sequences)" for multiple in multiples])
     else:
-        given, fits = f"train.global_batch_size={batch}", join_words([str(multiple) for multiple in multiples])
+        shown, fits = f"train.global_batch_size={batch}", join_words([str(multiple) for multiple in multiples])
     rule = "is less than one sequence for each of" if batch < dp_size else "does not divide by"
-    raise PlanError(f"{given} {rule} the {ranks}; use {fits}, or {processes} processes.")
+    raise PlanError(f"{shown} {rule} the {ranks}; use {fits}, or {processes} processes.")
 
 
 def _describe_ranks(layout: ParallelPlan) -> str:
@@ -143,22 +143,22 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
 
     Raises PlanError naming the nearest sizes that divide; with `fill`, the next smaller one is taken instead.
     """
-    given = recipe.train.micro_batch_size
+    setting = recipe.train.micro_batch_size
     shares = [-(-size // dp_size) for size in recipe.batches.sizes]
     fitting = divisors(math.gcd(*shares))
-    if given == "auto":
+    if setting == "auto":
         return fitting[::-1]
     if fill:
-        return [max(size for size in fitting if size <= given)]
-    failing = [share for share in shares if share % given]
+        return [max(size for size in fitting if size <= setting)]
+    failing = [share for share in shares if share % setting]
     if failing:
-        fits = join_words([str(n) for n in nearest(fitting, given, each_side=1)])
+        fits = join_words([str(n) for n in nearest(fitting, setting, each_side=1)])
         ranks = "the one rank" if dp_size == 1 else f"each of the {dp_size} ranks"
         raise PlanError(
-            f"train.micro_batch_size={given} does not divide the {_join_some(failing)} sequences "
+            f"train.micro_batch_size={setting} does not divide the {_join_some(failing)} sequences "
             f"{ranks} gets in a step; use {fits}."
         )
-    return [given]
+    return [setting]
 
 
 def _join_some(numbers: list[int]) -> str:

@@ -142,14 +142,14 @@ class InstanceChoice:
 
     def _mark_prices(self, shown: Sequence[Candidate]) -> dict[str, str]:
         """A mark for the prices of each region and date; none for those of the job's region, else the most frequent."""
-        found = Counter(_terms(candidate) for candidate in shown)
+        counts = Counter(_terms(candidate) for candidate in shown)
         regions = {
             _terms(candidate): candidate.instance.price.region
             for candidate in shown
             if candidate.instance.price is not None
         }
-        order = sorted(found, key=lambda terms: (regions[terms] != self.region, -found[terms], terms))
-        return {terms: "*" * place for place, terms in enumerate(order)}
+        order = sorted(counts, key=lambda terms: (regions[terms] != self.region, -counts[terms], terms))
+        return {terms: "*" * rank for rank, terms in enumerate(order)}
 
     def _describe_prices(self, marks: Mapping[str, str]) -> Iterator[str]:
         parts = [f"{mark} {terms}".lstrip() for terms, mark in marks.items()]
@@ -167,9 +167,9 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     Of machines that cost nearly the same the fewest are taken, as predictions of a network are less certain than those
     of links inside a machine. Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
-    known = list_instances(recipe.launch.sagemaker.region)
-    own = [instance for name, instance in known.items() if instance.gpus and name.startswith("ml.")]
-    candidates = tuple(_try_type(recipe, shape, instance, count) for instance in own)
+    types = list_instances(recipe.launch.sagemaker.region)
+    instances = [instance for name, instance in types.items() if instance.gpus and name.startswith("ml.")]
+    candidates = tuple(_try_type(recipe, shape, instance, count) for instance in instances)
     fitting = [candidate for candidate in candidates if candidate.fits]
     priced = [candidate for candidate in fitting if candidate.usd_per_hour is not None]
     if priced:
@@ -196,11 +196,11 @@ def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int)
         return Candidate(instance, count, reason=str(error))
     needed = estimate_memory(shape, plan, cluster.kind).total
     usable = (cluster.accelerator.memory_bytes or 0) * (1 - MEMORY_HEADROOM)
-    found = Candidate(instance, count, plan, needed, usable)
-    if not found.fits or instance.price is None:
-        return found
+    candidate = Candidate(instance, count, plan, needed, usable)
+    if not candidate.fits or instance.price is None:
+        return candidate
     price = HourlyPrice(instance.price.usd_per_hour, instance.price.terms)
-    return replace(found, forecast=_forecast(recipe, shape, plan, cluster, price))
+    return replace(candidate, forecast=_forecast(recipe, shape, plan, cluster, price))
 
 
 def _forecast(
@@ -218,8 +218,8 @@ def _forecast(
 
 def find_cluster(recipe: "Recipe", instance: Instance, count: int) -> Cluster:
     """The cluster of these machines with `launch.nproc_per_node` processes each. Raises ConfigError."""
-    wanted = recipe.launch.nproc_per_node
-    return cluster_of(instance, count, None if wanted == "auto" else wanted)
+    nproc = recipe.launch.nproc_per_node
+    return cluster_of(instance, count, None if nproc == "auto" else nproc)
 
 
 def limit_to_weakest(cluster: Cluster, recipe: "Recipe", variables: Mapping[str, str]) -> Cluster:
@@ -257,10 +257,10 @@ def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tupl
 
 def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
     """Split candidates into those for which `has` is true, and the others."""
-    found: tuple[list[Candidate], list[Candidate]] = ([], [])
+    parts: tuple[list[Candidate], list[Candidate]] = ([], [])
     for candidate in candidates:
-        found[not has(candidate)].append(candidate)
-    return found
+        parts[not has(candidate)].append(candidate)
+    return parts
 
 
 def _join_names(candidates: Iterable[Candidate]) -> str:

@@ -31,7 +31,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
     if training_dtype not in products:
         raise ValueError(f"no product in {training_dtype} was measured")
     small_dim = _fit_small_dim(products[training_dtype])
-    rates = {dtype: _fit_rate(found, small_dim) for dtype, found in products.items()}
+    rates = {dtype: _fit_rate(measured, small_dim) for dtype, measured in products.items()}
     attention = _rows(rows, f"attention {training_dtype}")
     forward = statistics.fmean(_attention_flops(row) / row["seconds"] for row in attention)
     backward = statistics.fmean(2.5 * _attention_flops(row) / row["backward"] for row in attention)
@@ -40,7 +40,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
     jitter = _fit_jitter(_rows(rows, "waits"), shortest)
     links = {name: _fit_link(_rows(rows, name), passes, jitter) for name, passes in _PASSES.items()}
     stream = copy["bytes"] / copy["seconds"]
-    found = Calibration(
+    fitted = Calibration(
         machine=describe_machine(),
         date=date.today().isoformat(),
         device=device,
@@ -62,7 +62,7 @@ def fit_calibration(rows: Sequence[Row], device: str, num_devices: int, training
         dispatch_seconds=_fit_wrapper(rows, "divided", {"all_reduce": 4}),
         jitter=jitter,
     )
-    return replace(found, pointwise_bandwidth=_fit_pointwise(_rows(rows, "layers"), found, training_dtype))
+    return replace(fitted, pointwise_bandwidth=_fit_pointwise(_rows(rows, "layers"), fitted, training_dtype))
 
 
 def _rows(rows: Iterable[Row], name: str) -> list[Mapping[str, float]]:
@@ -142,10 +142,10 @@ def _pointwise_bytes(row: Mapping[str, float], number: int) -> float:
 
 def _fit_wrapper(rows: Sequence[Row], name: str, collectives: Mapping[str, int]) -> float:
     """Seconds that a layer of hardly any size takes longer in this form, without its collectives."""
-    found, whole = _rows(rows, name), _rows(rows, "whole")
-    if not found:
+    variant, whole = _rows(rows, name), _rows(rows, "whole")
+    if not variant:
         return 0.0
-    seconds = found[0]["seconds"] - whole[0]["seconds"]
+    seconds = variant[0]["seconds"] - whole[0]["seconds"]
     for kind, times in collectives.items():
         smallest = min(_rows(rows, kind), key=lambda values: values["bytes"])
         seconds -= times * smallest["processor"]

@@ -172,7 +172,7 @@ def _path(cache_dir: Path, key: str) -> Path:
 
 def _read(path: Path) -> Sequence[MeasuredRun]:
     try:
-        found = read_as(path, list[MeasuredRun])
+        runs = read_as(path, list[MeasuredRun])
     except (OSError, ValueError):
         return []
-    return [run for run in found if run.predicted > 0 and run.measured > 0 and "degrees" in run.plan]
+    return [run for run in runs if run.predicted > 0 and run.measured > 0 and "degrees" in run.plan]

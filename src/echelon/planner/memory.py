@@ -111,10 +111,10 @@ def estimate_stored(shape: ModelShape, plan: ParallelPlan) -> list[StoredBytes]:
     """The part of `estimate_memory` that does not depend on the data, for each rank with other layers."""
     stored = []
     for load in rank_loads(shape, plan):
-        here = replace(plan, adapter=load.adapter)
-        states = _states(load.shape, here)
+        rank_plan = replace(plan, adapter=load.adapter)
+        states = _states(load.shape, rank_plan)
         device = StoredBytes(states.parameters, states.gradients, states.optimizer)
-        stored.append(StoredBytes(*_shard_states(load.shape, here)) if plan.cpu_offload else device)
+        stored.append(StoredBytes(*_shard_states(load.shape, rank_plan)) if plan.cpu_offload else device)
     return stored
 
 
@@ -383,8 +383,8 @@ def _snapshot_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
         return 0
     held = _num_held(shape, plan)
     optimizer = -(-_optimizer_bytes(shape, plan) // plan.num_shards)
-    own = replace(plan, num_replicas=1)
-    return 4 * saved_bytes(own, held, held * DTYPE_BYTES[plan.precision.master], optimizer)
+    one_replica = replace(plan, num_replicas=1)
+    return 4 * saved_bytes(one_replica, held, held * DTYPE_BYTES[plan.precision.master], optimizer)
 
 
 def _num_held(shape: ModelShape, plan: ParallelPlan) -> int:

@@ -25,11 +25,11 @@ def count_step_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind = "
     Scalars, router losses, gradients of norms whose sequence is divided, and what an optimizer sends are left out.
     """
     part = divide_shape(shape, plan)
-    found = []
+    by_rank = []
     for rank, load in enumerate(rank_loads(shape, plan)):
         sender = Sender(part, load, rank, plan, kind)
-        found.append({name: count for axis in AXES for name, count in axis.sent_bytes(sender).items()})
-    return max(found, key=lambda counts: sum(counts.values()))
+        by_rank.append({name: count for axis in AXES for name, count in axis.sent_bytes(sender).items()})
+    return max(by_rank, key=lambda counts: sum(counts.values()))
 
 
 Kind = Literal["strong", "weak"]
@@ -94,10 +94,10 @@ class Scaling:
 
     def find_gain(self, point: ScalingPoint) -> float | None:
         """What a device adds from the point before to this one, over what each had before; None at the first point."""
-        place = self.known.index(point)
-        if not place:
+        index = self.known.index(point)
+        if not index:
             return None
-        before = self.known[place - 1]
+        before = self.known[index - 1]
         added = point.tokens_per_second / before.tokens_per_second - 1
         return added / (point.num_devices / before.num_devices - 1)
 

@@ -27,7 +27,7 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> 
     plain = plan.sync.name == QUORUM or plan.sync == SyncPlan()
     if num_copies == 1 or plain:
         return None
-    here, other = (estimate_time(shape, candidate, cluster).total for candidate in (plan, without_sync(plan)))
+    synced, other = (estimate_time(shape, candidate, cluster).total for candidate in (plan, without_sync(plan)))
     speed = find_payoff(shape, plan, cluster)
     if speed is None:
         limit = "at no speed of the links between replicas"
@@ -38,7 +38,7 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> 
     sync = plan.sync
     name = f"sync.compress {sync.method}" if sync.name == EVERY_STEP else f"sync {sync.name}"
     return (
-        f"{name}: {here:.3g} s per step here, {other:.3g} s with every_step and no compression; it shortens steps by "
+        f"{name}: {synced:.3g} s per step here, {other:.3g} s with every_step and no compression; it shortens steps by "
         f"at least {1 - WORTH:.0%} {limit}"
     )
 

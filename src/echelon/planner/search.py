@@ -97,10 +97,10 @@ class SizedPlan:
             train["activation_checkpointing"] = checkpointing
         if plan.activation_offloading:
             train["activation_offloading"] = True
-        given = parallel if isinstance(parallel, str) else parallel.model_dump(mode="json", exclude_defaults=True)
-        if isinstance(given, dict) and "microbatches" in given:
+        layout = parallel if isinstance(parallel, str) else parallel.model_dump(mode="json", exclude_defaults=True)
+        if isinstance(layout, dict) and "microbatches" in layout:
             del train["micro_batch_size"]
-        return {"parallel": given, "train": train}
+        return {"parallel": layout, "train": train}
 
     def to_dict(self) -> dict[str, Any]:
         """The candidate as in the output of `--json`; None for what is unknown: all that depends on the time."""
@@ -188,11 +188,11 @@ def search_plans(
         )
 
     for variant, first in _resolve_layouts(recipe, shape, cluster, divide, refused):
-        for found in _list_found(variant, first, shape, cluster, usable, by):
-            if not _fits(found.needs, usable, cluster):
-                others.append(found)
-            elif (key := _identify(found.plan)) not in fitting:
-                fitting[key] = rank(found)
+        for candidate in _list_found(variant, first, shape, cluster, usable, by):
+            if not _fits(candidate.needs, usable, cluster):
+                others.append(candidate)
+            elif (key := _identify(candidate.plan)) not in fitting:
+                fitting[key] = rank(candidate)
     if not (fitting or others):
         raise refused[0]
     others.sort(key=lambda other: other.needs.total)
@@ -237,11 +237,11 @@ def _list_found(
         tried: list[_Found] = []
         fitting: list[_Found] = []
         for policies in list_policies(variant, plan, cluster.kind)[:: -1 if by == "memory" else 1]:
-            found = [measure(policy) for policy in policies]
-            tried += found
-            fitting += [candidate for candidate in found if _fits(candidate.needs, usable, cluster)]
+            measured = [measure(policy) for policy in policies]
+            tried += measured
+            fitting += [candidate for candidate in measured if _fits(candidate.needs, usable, cluster)]
             is_enough = any(by == "memory" or not candidate.plan.activation_offloading for candidate in fitting)
-            if is_enough or (memory is not None and found[0].needs.states > memory):
+            if is_enough or (memory is not None and measured[0].needs.states > memory):
                 break
         yield from fitting
         if not fitting:
@@ -281,8 +281,8 @@ def _find_parallel(recipe: "Recipe", shape: ModelShape, cluster: Cluster, plan: 
         if any(getattr(parallel, axis) != degree for axis, degree in plan.degrees().items()):
             continue
         with suppress(ConfigError, PlanError):
-            found = resolve_plan(recipe.model_copy(update={"parallel": parallel, "train": train}), shape, cluster)
-            if replace(found, why=plan.why) == plan:
+            resolved = resolve_plan(recipe.model_copy(update={"parallel": parallel, "train": train}), shape, cluster)
+            if replace(resolved, why=plan.why) == plan:
                 return parallel
     raise AssertionError(f"no mapping that auto weighs gives {plan.name_degrees()}")
 

@@ -72,14 +72,14 @@ def list_divided(recipe: "Recipe", shape: ModelShape, cluster: Cluster) -> list[
     """
     if not _can_divide(recipe, shape):
         return []
-    found = [
+    layouts = [
         layout
         for layout in list_layouts(recipe, shape, cluster, divide=True)
         if isinstance(layout, ParallelConfig) and _is_weighed(layout, shape) and not layout.cpu_offload
         if layout.reduce_gradients != "last" and layout.schedule != "zero_bubble"
     ]
     return sorted(
-        found, key=lambda layout: (_count_axes(layout), prod(getattr(layout, axis.name) for axis in MODEL_AXES))
+        layouts, key=lambda layout: (_count_axes(layout), prod(getattr(layout, axis.name) for axis in MODEL_AXES))
     )
 
 

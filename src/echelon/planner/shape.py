@@ -57,8 +57,8 @@ def resolve_vocab_size(
     `source` is the origin of the config, for messages. A checkpoint's vocabulary changes only if it `may_grow`, by
     `model.new_tokens`. Raises ConfigError if the config's vocabulary is smaller than the number of tokenizer ids.
     """
-    given = config.get("vocab_size")
-    if given is None:
+    configured = config.get("vocab_size")
+    if configured is None:
         size = -(-tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         more = f" {tokenizer_vocab_size} rounded up to a multiple of {VOCAB_MULTIPLE}" * (size > tokenizer_vocab_size)
         return size, f"vocab_size {size}: the tokenizer's{more}"

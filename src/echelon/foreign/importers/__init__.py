@@ -55,13 +55,13 @@ def import_recipe(
     Raises ConfigError for a file that cannot be read, for training that echelon does not support, and if the resulting
     recipe is invalid.
     """
-    given = read_foreign(path)
+    content = read_foreign(path)
     if tool is not None and tool not in IMPORTERS:
         raise ConfigError(f"--from {tool} is unknown; use one of {', '.join(IMPORTERS)}.")
-    kind = detect_tool(given, path) if tool is None else tool
+    kind = detect_tool(content, path) if tool is None else tool
     if trainer is not None and kind not in ("hf", "llamafactory-v1"):
         raise ConfigError(f"--trainer {trainer}: files of {kind} specify the trainer themselves; remove --trainer.")
-    ledger = Ledger(given)
+    ledger = Ledger(content)
     IMPORTERS[kind](ledger, path, amounts or Amounts(), trainer)
     ledger.close(DEFAULTS, NEEDLESS, LOST, REFUSED, SETTINGS)
     if any(ledger.by_fate("refused")):

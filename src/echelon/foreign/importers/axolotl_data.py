@@ -99,9 +99,9 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
         ledger.refuse(
             f"{name}.name", "a dataset configuration is given as OWNER/DATASET/CONFIG; add the owner to the path."
         )
-    for place in paths:
+    for file in paths:
         stored = str(container) if form is None and container in ("csv", "parquet", "arrow", "text") else form
-        source = build_source(place, stored, fields, config)
+        source = build_source(file, stored, fields, config)
         put_split(ledger, f"{name}.split", source)
         yield source, wording, form is None
     _take_learned(ledger, name)
@@ -159,8 +159,8 @@ def _form_of_type(
     """Return what `_form` does, for a dataset of any other objective than a reward model."""
 
     def renames(table: Mapping[str, str]) -> dict[str, str]:
-        found = {ours: ledger.take(f"{name}.{theirs}", f"{name}.type.{theirs}") for theirs, ours in table.items()}
-        return {ours: str(theirs) for ours, theirs in found.items() if theirs is not None}
+        columns = {ours: ledger.take(f"{name}.{theirs}", f"{name}.type.{theirs}") for theirs, ours in table.items()}
+        return {ours: str(theirs) for ours, theirs in columns.items() if theirs is not None}
 
     if pretraining or kind in ("completion", "pretrain"):
         return None, renames({"field": "text", "text_column": "text"}), None
@@ -235,17 +235,17 @@ def _conversation(ledger: Ledger, name: str, kind: str, answers: Answers | None)
 
 def _template(ledger: Ledger, name: str) -> Wording | None:
     """Find the chat template of a dataset: its own, the file's, or the tokenizer's."""
-    for place in (f"{name}.", ""):
-        text, word = (ledger.given.get(f"{place}{key}") for key in ("chat_template_jinja", "chat_template"))
+    for prefix in (f"{name}.", ""):
+        text, word = (ledger.given.get(f"{prefix}{key}") for key in ("chat_template_jinja", "chat_template"))
         if text is not None:
-            _take_once(ledger, f"{place}chat_template_jinja")
+            _take_once(ledger, f"{prefix}chat_template_jinja")
             if word == "jinja":
-                _take_once(ledger, f"{place}chat_template")
-            said = f"{place}chat_template_jinja"
+                _take_once(ledger, f"{prefix}chat_template")
+            said = f"{prefix}chat_template_jinja"
             return Wording(str(text), said if is_template(str(text)) else f"{said}: {text}")
         if word is None:
             continue
-        full = f"{place}chat_template"
+        full = f"{prefix}chat_template"
         if (wording := axolotl_wording(str(word), f"{full}: {show_value(word)}")) is None:
             ledger.refuse(full, "this template is not known to echelon; give its text as chat_template_jinja.")
         elif full not in ledger.entries and wording.difference:

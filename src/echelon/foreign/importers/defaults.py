@@ -49,8 +49,8 @@ class Defaults:
 
 def defaults_of(tool: str, trainer: Trainer | None) -> Defaults:
     """Return the defaults of a tool (`tools.yaml`). `trainer` is used only for the Hugging Face family."""
-    own = TABLE["trainers"].get(trainer, {}) if tool == "hf" else {}
-    return Defaults(**{**TABLE["tools"][tool]["defaults"], **own})
+    of_trainer = TABLE["trainers"].get(trainer, {}) if tool == "hf" else {}
+    return Defaults(**{**TABLE["tools"][tool]["defaults"], **of_trainer})
 
 
 def put_default(ledger: Ledger, defaults: Defaults, key: str, value: object) -> None:

@@ -68,9 +68,9 @@ def _sources(ledger: Ledger, name: str, folder: Path, limit: float | None) -> li
         return []
     data_dir = str(ledger.take("dataset_dir") or ledger.given.get("dataset_dir") or "data")
     table = find_beside(folder, f"{data_dir}/dataset_info.json")
-    known = _read_table(table) if table is not None else {}
+    entries = _read_table(table) if table is not None else {}
     ledger.reasons["data.validation" if name == "eval_dataset" else "data.train"] = f"{name}: {show_value(value)}"
-    sources = [_source(ledger, name, Path(data_dir), dataset, known) for dataset in names]
+    sources = [_source(ledger, name, Path(data_dir), dataset, entries) for dataset in names]
     for source in sources if limit is not None and name == "dataset" else ():
         source["max_samples"] = min(int(limit or 0), source.get("max_samples", int(limit or 0)))
     return sources
@@ -96,7 +96,7 @@ def _source(ledger: Ledger, name: str, data_dir: Path, dataset: str, known: Mapp
         ledger.refuse(name, f"{dataset} has {', '.join(media)}, but echelon trains only on text.")
     if left := sorted(set(entry) - _READ):
         ledger.refuse(name, f"{dataset} in dataset_info.json sets {', '.join(left)}, which echelon does not support.")
-    if tags and (unknown := unknown_roles({role: tags.get(tag, own) for tag, (role, own) in _TAGS.items()})):
+    if tags and (unknown := unknown_roles({role: tags.get(tag, default) for tag, (role, default) in _TAGS.items()})):
         ledger.refuse(name, f"{dataset} has the roles {', '.join(unknown)}, which would be read as other roles.")
     form, fields = _form(ledger, name, dataset, entry, columns, tags)
     path = entry.get("hf_hub_url") or str(data_dir / entry.get("file_name", f"{dataset}.json"))
@@ -138,11 +138,11 @@ def _form_of_turns(
     form = "messages" if by_role else "sharegpt"
     keys = ("messages", "role", "content") if by_role else ("conversations", "from", "value")
     theirs = (columns.get("messages"), tags.get("role_tag"), tags.get("content_tag"))
-    fields = {ours: own for ours, own in zip(keys, theirs, strict=True) if own}
+    fields = {ours: name for ours, name in zip(keys, theirs, strict=True) if name}
     fields |= {column: columns[column] for column in ("system", "tools") if column in columns}
     if is_judged:
-        own = {"messages": columns.get("messages", "conversations"), "label": columns["kto_tag"]}
-        return "unpaired_messages", {**own, **_turns(fields)}
+        judged = {"messages": columns.get("messages", "conversations"), "label": columns["kto_tag"]}
+        return "unpaired_messages", {**judged, **_turns(fields)}
     if not entry.get("ranking"):
         return form, fields
     pairs = {"prompt": columns.get("messages", "conversations"), "chosen": columns["chosen"]}
@@ -152,7 +152,7 @@ def _form_of_turns(
 def _turns(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the fields of a turn by their names in the format `preference`."""
     ours = {"role": "role", "content": "content", "from": "role", "value": "content"}
-    return {ours[key]: own for key, own in fields.items() if key in ours}
+    return {ours[key]: name for key, name in fields.items() if key in ours}
 
 
 _CONVERTERS: Mapping[str, str] = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}

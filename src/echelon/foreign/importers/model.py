@@ -138,27 +138,27 @@ def _find_method(ledger: Ledger, tool: str) -> str | None:
     """Return lora, qlora or dora, or None for full fine-tuning, and record the keys that specify it."""
     width = _find_width(ledger)
     named = ledger.find(*_METHOD_KEYS)
-    wanted = _find_wanted(ledger, tool)
+    method = _find_wanted(ledger, tool)
     dora = bool(ledger.take("use_dora", "peft_use_dora"))
-    if wanted in (None, "full", "none"):
+    if method in (None, "full", "none"):
         for name in _WIDTH_KEYS:
             if width in (4, 8) and ledger.peek(name):
                 ledger.refuse(
                     name, "quantized weights cannot be trained without an adapter; set an adapter or remove this key."
                 )
         return None
-    if wanted not in ("lora", "qlora", "dora"):
+    if method not in ("lora", "qlora", "dora"):
         assert named is not None
         ledger.refuse(named, "echelon supports full fine-tuning and the adapters lora, qlora and dora.")
         ledger.take(*_BITS)
         ledger.take("quantization_method")
         return None
-    if dora and (width == 4 or wanted == "qlora"):
+    if dora and (width == 4 or method == "qlora"):
         ledger.refuse(
             ledger.find("load_in_4bit", "quantization_bit") or str(named), "dora is not supported with 4-bit weights."
         )
     _carry_width(ledger, width)
-    return "dora" if dora else "qlora" if width == 4 else wanted
+    return "dora" if dora else "qlora" if width == 4 else method
 
 
 _METHOD_KEYS = ("adapter", "finetuning_type", "tuner_type", "train_type", "peft_type", "peft_config.name")

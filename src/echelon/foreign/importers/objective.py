@@ -61,22 +61,22 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
 
 def carry_objective(ledger: Ledger, tool: str, trainer: Trainer | None) -> Answers | None:
     """Import the objective and return what it compares, if it does. Raises ConfigError for an unsupported objective."""
-    full, wanted = _find_method(ledger, tool, trainer)
-    if wanted in (None, "sft", "pt", False):
+    full, method = _find_method(ledger, tool, trainer)
+    if method in (None, "sft", "pt", False):
         if tool == "hf" and (loss := ledger.find("loss_type")) is not None:
             if ledger.given[loss] in ("nll", "chunked_nll"):
                 ledger.need_not(loss, "the loss is next-token cross-entropy, computed in chunks.")
             else:
                 ledger.refuse(loss, "echelon supports only the next-token cross-entropy loss.")
         return None
-    if not isinstance(wanted, str) or wanted not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ConfigError(
-            f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and the methods "
+            f"{full}: {method} is not supported; echelon supports causal_lm (pt, sft) and the methods "
             f"{', '.join(_METHODS)}."
         )
-    _METHODS[wanted](ledger, f"{full}: {show_value(ledger.given[full])}" if full else f"--trainer {trainer}")
+    _METHODS[method](ledger, f"{full}: {show_value(ledger.given[full])}" if full else f"--trainer {trainer}")
     _put_dropout(ledger)
-    if (name := ledger.find("max_prompt_length")) is not None and wanted != "grpo":
+    if (name := ledger.find("max_prompt_length")) is not None and method != "grpo":
         ledger.differ(name, "prompts have no separate limit: data.sequence_len limits prompt and answer together.")
     return OBJECTIVES[str(ledger.values["objective.name"])].answers
 
@@ -107,8 +107,8 @@ def _put_dpo(ledger: Ledger, reason: str) -> None:
     if value in OBJECTIVES["dpo"].losses and more in ([], ["sft"]):
         ledger.put("objective.loss", value, said)
     else:
-        known = ", ".join(OBJECTIVES["dpo"].losses)
-        ledger.refuse(str(loss), f"echelon supports the DPO losses {known}, alone or with sft.")
+        losses = ", ".join(OBJECTIVES["dpo"].losses)
+        ledger.refuse(str(loss), f"echelon supports the DPO losses {losses}, alone or with sft.")
     if more == ["sft"]:
         _put_sft_weight(ledger, said)
     elif ledger.peek("rpo_alpha"):

@@ -75,11 +75,11 @@ def _carry_divisions(ledger: Ledger) -> None:
 
 def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
     value = ledger.take(full)
-    found = value if isinstance(value, dict) else _read_json(folder, str(value))
-    content = found or {}
+    settings = value if isinstance(value, dict) else _read_json(folder, str(value))
+    content = settings or {}
     zero = content.get("zero_optimization", {})
     stage = zero.get("stage")
-    if found is None:
+    if settings is None:
         match = re.search(r"z(?:ero)?[_-]?([0-3])", str(value).lower())
         stage = int(match[1]) if match else None
         ledger.differ(full, "the file was not found; the stage is taken from its name.")
@@ -118,8 +118,8 @@ def _check_deepspeed(ledger: Ledger, full: str, content: dict[str, Any]) -> None
                 full,
                 f"its {part}, {content[part].get('type')}, overrides this file's; remove it from the DeepSpeed file.",
             )
-    known = {"zero_optimization", "bf16", "fp16", "optimizer", "scheduler"}
-    left = sorted(key for key in content.keys() - known if content[key] not in ("auto", False, None))
+    imported = {"zero_optimization", "bf16", "fp16", "optimizer", "scheduler"}
+    left = sorted(key for key in content.keys() - imported if content[key] not in ("auto", False, None))
     if left:
         ledger.differ(full, f"the DeepSpeed settings {', '.join(left)} could not be imported.")
 
@@ -271,10 +271,10 @@ def _carry_best(ledger: Ledger, defaults: Defaults) -> None:
 def _carry_tracking(ledger: Ledger) -> None:
     full = ledger.find("report_to")
     value = ledger.peek("report_to")
-    wanted = ledger.words("report_to")
-    if "all" in wanted:
+    trackers = ledger.words("report_to")
+    if "all" in trackers:
         ledger.differ(str(full), "trackers must be listed; none is set: track: [tensorboard, mlflow, wandb].")
-    unknown = [name for name in wanted if name not in (*_TRACKERS, "none", "all")]
+    unknown = [name for name in trackers if name not in (*_TRACKERS, "none", "all")]
     if unknown:
         ledger.lose(str(full), f"metrics go to {', '.join(_TRACKERS)}, not to {', '.join(unknown)}.")
     for name, (key, tracker) in TABLE["trackers"].items():
@@ -283,9 +283,9 @@ def _carry_tracking(ledger: Ledger) -> None:
                 ledger.take(name)
             else:
                 ledger.move(key, name)
-            wanted += [] if tracker is None else [tracker]
+            trackers += [] if tracker is None else [tracker]
     if ledger.peek("wandb_mode") in ("online", "offline"):
         ledger.move("wandb.mode", "wandb_mode")
-    track = [name for name in _TRACKERS if name in wanted]
+    track = [name for name in _TRACKERS if name in trackers]
     if track:
         ledger.put("track", track, f"{full}: {show_value(value)}" if full else "the file's trackers")

@@ -67,14 +67,14 @@ def read_foreign(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
     if path.suffix == ".toml":
         raise ConfigError(_ENDED.format(path=path, what="TOML", why="that format of torchtitan"))
-    given = _parse(text, path)
-    if not isinstance(given, dict) or not given:
+    parsed = _parse(text, path)
+    if not isinstance(parsed, dict) or not parsed:
         raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
-    if all(isinstance(given.get(key), dict) for key in _OURS):
+    if all(isinstance(parsed.get(key), dict) for key in _OURS):
         raise ConfigError(f"{path} is already an echelon recipe; train it with: echelon train {path}")
-    if any(isinstance(section, dict) and "_component_" in section for section in given.values()):
+    if any(isinstance(section, dict) and "_component_" in section for section in parsed.values()):
         raise ConfigError(_ENDED.format(path=path, what="a file of torchtune", why="that tool"))
-    flat = _flatten(given)
+    flat = _flatten(parsed)
     _check_training(flat, path)
     return flat
 
@@ -118,9 +118,7 @@ def _flatten(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 def find_beside(folder: Path, name: str) -> Path | None:
     """Find a relative path in the working directory, in `folder` or in the parents of `folder`; None if not found."""
-    return next(
-        (place / name for place in (Path(), folder, *folder.resolve().parents) if (place / name).exists()), None
-    )
+    return next((base / name for base in (Path(), folder, *folder.resolve().parents) if (base / name).exists()), None)
 
 
 def detect_tool(given: Mapping[str, Any], path: Path) -> str:

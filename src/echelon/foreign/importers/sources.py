@@ -82,8 +82,8 @@ def unknown_roles(roles: Mapping[str, Any]) -> list[str]:
 
 def once(wordings: Iterable[Wording | None]) -> tuple[Wording, ...]:
     """Return the given wordings without None and without repetition."""
-    found: dict[tuple[str | None, str | None], Wording] = {}
+    by_text: dict[tuple[str | None, str | None], Wording] = {}
     for wording in wordings:
         if wording is not None:
-            found.setdefault((wording.template, wording.system), wording)
-    return tuple(found.values())
+            by_text.setdefault((wording.template, wording.system), wording)
+    return tuple(by_text.values())

@@ -84,8 +84,7 @@ def _find_accumulation(ledger: Ledger, tool: str, micro: float, devices: int) ->
 
 def _degree(ledger: Ledger, name: str) -> int:
     """Return a parallel degree of the file, recorded or not; 1 if it sets none."""
-    given = (value for full, value in ledger.given.items() if full.rpartition(".")[2] == name)
-    value = next(given, None)
+    value = next((value for full, value in ledger.given.items() if full.rpartition(".")[2] == name), None)
     return max(1, int(value)) if isinstance(value, int) else 1
 
 
@@ -216,10 +215,10 @@ _MOMENTUM = {"muon": (0.95, "the default of its Muon"), "sgd": (0.0, "torch.opti
 
 def _carry_betas(ledger: Ledger, defaults: Defaults, name: str) -> None:
     pair = ledger.take("adamw_betas")
-    given = [ledger.number("adam_beta1"), ledger.number("adam_beta2")]
+    betas = [ledger.number("adam_beta1"), ledger.number("adam_beta2")]
     if name in ("adamw", "adamw_8bit", "lion", "muon"):
-        chosen = [default if value is None else value for value, default in zip(given, defaults.betas, strict=True)]
-        said = pair is not None or any(value is not None for value in given)
+        chosen = [default if value is None else value for value, default in zip(betas, defaults.betas, strict=True)]
+        said = pair is not None or any(value is not None for value in betas)
         ledger.put("optim.betas", pair or chosen, "as in the file" if said else f"the default of {defaults.name}")
 
 
@@ -239,8 +238,8 @@ def _carry_rule(ledger: Ledger, tool: str) -> str:
     ours = _MORE_OPTIMIZERS.get(plain, read_value("optim.name", plain))
     is_other = plain in _OTHER_OPTIMIZERS and not (tool == "llamafactory-v1" and plain == "muon")
     if is_other or ours not in _OPTIMIZERS:
-        known = ", ".join(name for name in _OPTIMIZERS if name != "adafactor")
-        ledger.refuse(full, _OTHER_OPTIMIZERS.get(plain, f"the supported optimizers are {known}."))
+        names = ", ".join(name for name in _OPTIMIZERS if name != "adafactor")
+        ledger.refuse(full, _OTHER_OPTIMIZERS.get(plain, f"the supported optimizers are {names}."))
         return "adamw"
     ledger.put("optim.name", ours, f"{full}: {value}")
     difference = _DIFFERENCES.get(plain, "")

@@ -105,8 +105,8 @@ def _join(text: str, main: str) -> str:
     """Render a text with fields as a Jinja expression. `main`: the turn's key of the instruction or system message."""
     names = {"instruction": main, "input": "input", "system": main}
     parts = []
-    for place, part in enumerate(_FIELD.split(text)):
-        if place % 2:
+    for index, part in enumerate(_FIELD.split(text)):
+        if index % 2:
             parts.append(f"message['{names[part]}']")
         elif part:
             parts.append(_quote(part))

@@ -111,13 +111,13 @@ class Decoder:
         """
         self._tf, self._pad, self._shapes = library.tf, config.pad_token_id, shapes
         self._backbone = library.keras_hub.models.LlamaBackbone(**find_arguments(config), dtype="float32")
-        found = {variable.path: variable.value for variable in self._backbone.trainable_variables}
+        by_path = {variable.path: variable.value for variable in self._backbone.trainable_variables}
         paths = _find_paths(config)
-        self.variables: dict[str, Any] = {name: found.pop(path) for name, path in paths.items()}
+        self.variables: dict[str, Any] = {name: by_path.pop(path) for name, path in paths.items()}
         """The TensorFlow variable of each weight, by its name in `transformers`."""
         self._transposed = {name for name, path in paths.items() if path.endswith(_TRANSPOSED)}
-        if found or paths.keys() != shapes.keys():
-            extra = sorted([*found, *(paths.keys() ^ shapes.keys())])
+        if by_path or paths.keys() != shapes.keys():
+            extra = sorted([*by_path, *(paths.keys() ^ shapes.keys())])
             raise AssertionError(f"weights of keras-hub and transformers without a counterpart: {extra}")
 
     @property

@@ -67,12 +67,12 @@ class TensorflowEvaluation(Evaluation):
         if not self._is_finite(loss):
             return NonFinite(1, 0, self._decoder.head)
         for_outputs, for_weights = tape.gradient(loss, [list(outputs.values()), list(variables.values())])
-        for place, (name, gradient) in enumerate(reversed(list(zip(outputs, for_outputs, strict=True)))):
+        for index, (name, gradient) in enumerate(reversed(list(zip(outputs, for_outputs, strict=True)))):
             if gradient is not None and not self._is_finite(gradient):
-                return NonFinite(2, place, name)
-        for place, (name, gradient) in enumerate(zip(variables, for_weights, strict=True)):
+                return NonFinite(2, index, name)
+        for index, (name, gradient) in enumerate(zip(variables, for_weights, strict=True)):
             if not self._is_finite(gradient):
-                return NonFinite(3, place, name)
+                return NonFinite(3, index, name)
         return None
 
     def _losses_of(self, ids: Any, labels: Any) -> Any:

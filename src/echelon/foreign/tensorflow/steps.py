@@ -115,8 +115,8 @@ class Steps:
                 loss = tf.reduce_sum(self._decoder.losses(self._decoder.hidden_states(ids), labels))
             # 0 * loss is 0, or NaN for a loss that is not finite: then all gradients are, on every copy.
             weights = list(self._decoder.variables.values())
-            found = tape.gradient(loss, weights, output_gradients=(1 + 0 * loss) / divisor)
-            for total, gradient in zip(self._sums.values(), found, strict=True):
+            gradients = tape.gradient(loss, weights, output_gradients=(1 + 0 * loss) / divisor)
+            for total, gradient in zip(self._sums.values(), gradients, strict=True):
                 total.assign_add(tf.convert_to_tensor(gradient))
             return loss
 

@@ -226,17 +226,17 @@ class JobPlacement:
         empty = [seat for seat in self.seats if seat.lost]
         nodes = {seat.node or _find_node(seat) for seat in self.seats if not seat.lost}
         room = self.order.most - len(self.seats) + len(empty)
-        found: list[Seat] = []
+        seats: list[Seat] = []
         if empty and not _is_created(self.group):
             room -= len(empty)  # Ray still looks for their machines
             empty = []
         for seat in empty:
             node = _find_node(seat)
-            if room > len(found) and node not in nodes:
-                found.append(Seat(self.group, seat.index, node=node))
+            if room > len(seats) and node not in nodes:
+                seats.append(Seat(self.group, seat.index, node=node))
                 nodes.add(node)
                 self.seats.remove(seat)
-        return found + self._find_further(nodes) if len(found) < room else found
+        return seats + self._find_further(nodes) if len(seats) < room else seats
 
     def _release_lost(self) -> None:
         """Give back the further groups whose machines are lost."""
@@ -349,9 +349,9 @@ class DriverJob:
                     seat.actor.stop.remote()
             is_ending = asked or any(seat.code is not None for seat in crew.seats)
             if self._order.fewest < self._order.most and not is_ending:
-                found = crew.find_more()
-                crew.seats += found
-                polls |= self._start(found)
+                seats = crew.find_more()
+                crew.seats += seats
+                polls |= self._start(seats)
         codes = [seat.code for seat in crew.seats if seat.code is not None]
         return next((code for code in (DONE, STOPPED, REFUSED) if code in codes), FAILED)
 
@@ -365,9 +365,9 @@ class DriverJob:
         if "memory" in bundle:
             options["memory"] = bundle.pop("memory")
         for seat in seats:
-            place = PlacementGroupSchedulingStrategy(seat.group, placement_group_bundle_index=seat.index)
+            strategy = PlacementGroupSchedulingStrategy(seat.group, placement_group_bundle_index=seat.index)
             made = ray.remote(RayMachine).options(
-                **options, resources=bundle, scheduling_strategy=place, max_restarts=0
+                **options, resources=bundle, scheduling_strategy=strategy, max_restarts=0
             )
             seat.actor = made.remote()
         asked = [(seat, seat.actor.describe.remote()) for seat in seats]

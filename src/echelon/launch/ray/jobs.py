@@ -50,8 +50,8 @@ class RayJobs:
     def find(self, name: str) -> RayJob | None:
         """The job of this name; None if the cluster does not know it."""
         with _explained(self.address, name):
-            found = self._client.get_job_info(name)
-            return RayJob(str(found.status.value), found.message or "", found.driver_exit_code)
+            info = self._client.get_job_info(name)
+            return RayJob(str(info.status.value), info.message or "", info.driver_exit_code)
         return None
 
     def stop(self, name: str) -> None:

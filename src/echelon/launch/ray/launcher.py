@@ -91,15 +91,15 @@ class RayLauncher(Launcher):
 
     @override
     def status(self, record: JobRecord) -> JobStatus:
-        found = _find_jobs(record).find(record.id)
-        if found is None:
+        job = _find_jobs(record).find(record.id)
+        if job is None:
             return JobStatus("failed", "no longer known to Ray, whose head has been restarted")
-        words = f"Ray job {found.state}"
-        if found.state not in _STATES:
-            code = found.exit_code or FAILED
-            last = find_last_words(found.message)
+        words = f"Ray job {job.state}"
+        if job.state not in _STATES:
+            code = job.exit_code or FAILED
+            last = find_last_words(job.message)
             return JobStatus(name_ending(code), f"{words}, exit code {code}{last and ': '}{last}", code)
-        state = _STATES[found.state]
+        state = _STATES[job.state]
         return JobStatus(state, words, {"done": DONE, "stopped": STOPPED}.get(state))
 
     @override
@@ -123,5 +123,5 @@ def _find_jobs(record: JobRecord) -> RayJobs:
 def find_last_words(message: str) -> str:
     """The last message of echelon in a job's output, else the last line, which is Ray's own reason."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    own = [line.partition(_OWN)[2] for line in lines if _OWN in line]
-    return next(reversed(own or lines), "")
+    messages = [line.partition(_OWN)[2] for line in lines if _OWN in line]
+    return next(reversed(messages or lines), "")

@@ -65,10 +65,10 @@ def check_request(job: JobSpec) -> None:
     workdir = find_workdir(job)
     if not workdir.is_absolute():
         raise ConfigError(f"{_KEY}.workdir={workdir} is not an absolute path; start it with a slash.")
-    own = {"CPU": "cpus_per_node", "GPU": "gpus_per_node"}
+    keys = {"CPU": "cpus_per_node", "GPU": "gpus_per_node"}
     for name in settings.resources:
-        if name in own:
-            raise ConfigError(f"{_KEY}.resources.{name}: set {_KEY}.{own[name]} instead.")
+        if name in keys:
+            raise ConfigError(f"{_KEY}.resources.{name}: set {_KEY}.{keys[name]} instead.")
     if not _find_bundle(job):
         raise ConfigError(
             f"{_KEY}.cpus_per_node=0: nothing is requested of a machine, and Ray reserves no machine for nothing; "
@@ -105,16 +105,16 @@ def render_request(job: JobSpec) -> dict[str, Any]:
     Ray shows the request to everybody who sees the cluster; it has no value of `launch.env`.
     """
     recipe = job.recipe
-    given = _with_echelon(recipe)
+    environment = _with_echelon(recipe)
     wait = math.ceil(recipe.fault.notice_seconds) + _LEAVING_SECONDS
     return {
         "submission_id": job.name,
         "entrypoint": f"exec python3 {DRIVER}",
         "metadata": {"job_submission_id": job.name, "run": recipe.run.name},
         "runtime_env": {
-            **given,
+            **environment,
             "working_dir": str(job.workdir / job.folder),
-            "env_vars": {**given.get("env_vars", {}), _STOP_WAIT_VARIABLE: str(wait)},
+            "env_vars": {**environment.get("env_vars", {}), _STOP_WAIT_VARIABLE: str(wait)},
         },
     }
 
@@ -133,9 +133,9 @@ def _with_echelon(recipe: Recipe) -> dict[str, Any]:
     """The runtime environment of the recipe; one that installs packages also installs the wheel of the job."""
     environment = dict(recipe.launch.ray.runtime_env)
     for tool in filter(environment.__contains__, INSTALLERS):
-        wheel, given = name_requirement(recipe, "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"), environment[tool]
-        is_list = isinstance(given, list)
-        environment[tool] = [*given, wheel] if is_list else {**given, "packages": [*given["packages"], wheel]}
+        wheel, packages = name_requirement(recipe, "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"), environment[tool]
+        is_list = isinstance(packages, list)
+        environment[tool] = [*packages, wheel] if is_list else {**packages, "packages": [*packages["packages"], wheel]}
     return environment
 
 

@@ -149,10 +149,10 @@ def _check_times(recipe: Recipe, default_max_hours: float) -> None:
     if hours * 3600 < 1:
         raise ConfigError(f"launch.max_hours={hours:g} is less than a second; use a larger value.")
     if spot is not None and spot.max_wait_hours < hours:
-        given = "" if launch.max_hours else ", the default"
+        origin = "" if launch.max_hours else ", the default"
         raise ConfigError(
             f"{_KEY}.spot.max_wait_hours={spot.max_wait_hours:g} includes waiting and training, but is less than "
-            f"launch.max_hours={hours:g}{given}; raise it, or lower launch.max_hours."
+            f"launch.max_hours={hours:g}{origin}; raise it, or lower launch.max_hours."
         )
     if recipe.fault.notice_seconds > _MAX_NOTICE_SECONDS:
         raise ConfigError(

@@ -88,8 +88,8 @@ class Container:
         """Lines for the log."""
         kind = self.instance_type or "unknown instance type"
         group = "" if self.group in (None, _ONLY_GROUP) else f", group {self.group}"
-        place = f"{self.host} of {len(self.hosts)} ({kind}{group})"
-        lines = [f"container: {place}; channels {', '.join(self.channels) or 'none'}"]
+        host = f"{self.host} of {len(self.hosts)} ({kind}{group})"
+        lines = [f"container: {host}; channels {', '.join(self.channels) or 'none'}"]
         if self.hyperparameters:
             lines.append(
                 f"container: hyperparameters {', '.join(self.hyperparameters)} are ignored; the recipe has all settings"
@@ -402,9 +402,9 @@ def keep_records(folder: RunFolder, target: Path, since: float, leads: bool) -> 
     `leads` (has rank 0), also copies the run's own files.
     """
     target.mkdir(parents=True, exist_ok=True)
-    own = [path for path in list_files(folder.path) if not path.name.startswith(".")] if leads else []
+    files = [path for path in list_files(folder.path) if not path.name.startswith(".")] if leads else []
     logs = [path for path in list_files(folder.logs_dir) if path.stat().st_mtime >= since]
-    for path in filter(Path.is_file, [*own, *logs]):
+    for path in filter(Path.is_file, [*files, *logs]):
         copy = target / path.relative_to(folder.path)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy2(path, copy)

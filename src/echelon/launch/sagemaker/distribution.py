@@ -82,14 +82,14 @@ def apply_distribution(recipe: Recipe) -> Distribution:
 
 def _respell(distribution: Mapping[str, Any], lines: list[str]) -> Mapping[str, Any]:
     """The entries with the names of the SDK, of those that examples spell otherwise."""
-    found = dict(_nest_smp(distribution, lines))
-    for name, place in _ALIASES.items():
-        outer, _, inner = place.partition(".")
-        if name in found and outer not in found:
-            settings = found.pop(name)
-            found[outer] = {inner: settings} if inner else settings
-            lines.append(f"{KEY}.{name} -> {place}")
-    return found
+    entries = dict(_nest_smp(distribution, lines))
+    for name, target in _ALIASES.items():
+        outer, _, inner = target.partition(".")
+        if name in entries and outer not in entries:
+            settings = entries.pop(name)
+            entries[outer] = {inner: settings} if inner else settings
+            lines.append(f"{KEY}.{name} -> {target}")
+    return entries
 
 
 def _nest_smp(distribution: Mapping[str, Any], lines: list[str]) -> Mapping[str, Any]:
@@ -100,8 +100,8 @@ def _nest_smp(distribution: Mapping[str, Any], lines: list[str]) -> Mapping[str,
     flat = distribution.get(_FLAT_SMP)
     if not isinstance(flat, Mapping) or "smdistributed" in distribution:
         return distribution
-    own = {name: value for name, value in flat.items() if name not in ("enabled", "parameters")}
-    settings = {"enabled": flat.get("enabled", True), "parameters": {**(flat.get("parameters") or {}), **own}}
+    inner = {name: value for name, value in flat.items() if name not in ("enabled", "parameters")}
+    settings = {"enabled": flat.get("enabled", True), "parameters": {**(flat.get("parameters") or {}), **inner}}
     others = {name: value for name, value in distribution.items() if name != _FLAT_SMP}
     launcher = {} if others else {"mpi": {"enabled": settings["enabled"]}}
     lines.append(f"{KEY}.{_FLAT_SMP} -> smdistributed.modelparallel" + (", started by mpi" if launcher else ""))
@@ -142,8 +142,8 @@ def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 
 def _check_fields(name: str, value: Any) -> None:
     if name not in _FIELDS:
-        known = ", ".join(key for key in _FIELDS if "." not in key)
-        raise ConfigError(f"{KEY}.{name} is not a distribution of SageMaker for PyTorch; known: {known}.")
+        names = ", ".join(key for key in _FIELDS if "." not in key)
+        raise ConfigError(f"{KEY}.{name} is not a distribution of SageMaker for PyTorch; known: {names}.")
     if not isinstance(value, Mapping):
         raise ConfigError(f"{KEY}.{name}={value} must be a mapping such as {{enabled: true}}.")
     for key in value:
@@ -184,9 +184,9 @@ def _map_mpi(launch: LaunchConfig, settings: Mapping[str, Any], lines: list[str]
         return {}
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"{key}={count!r} must be a whole number of at least 1.")
-    given = launch.nproc_per_node
-    if given not in ("auto", count):
-        raise ConfigError(f"{key}={count} contradicts launch.nproc_per_node={given}; remove one.")
+    nproc = launch.nproc_per_node
+    if nproc not in ("auto", count):
+        raise ConfigError(f"{key}={count} contradicts launch.nproc_per_node={nproc}; remove one.")
     lines.append(f"{key}={count} -> launch.nproc_per_node={count}")
     return {"launch.nproc_per_node": count}
 
@@ -202,21 +202,21 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
 
 
 def _map_mirrored(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
-    name, given = f"{KEY}.multi_worker_mirrored_strategy", recipe.tensorflow.strategy
+    name, strategy = f"{KEY}.multi_worker_mirrored_strategy", recipe.tensorflow.strategy
     if recipe.engine not in ("native", "tensorflow"):
         raise ConfigError(f"{name} is TensorFlow's, and engine={recipe.engine} is another one; remove one.")
-    if given != "multi_worker":
-        raise ConfigError(f"{name} contradicts tensorflow.strategy={given}; remove one.")
+    if strategy != "multi_worker":
+        raise ConfigError(f"{name} contradicts tensorflow.strategy={strategy}; remove one.")
     lines.append(f"{name} -> engine=tensorflow, tensorflow.strategy=multi_worker, started by torchrun's agent")
     return {"engine": "tensorflow"}
 
 
 def _map_parameter_server(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
-    name, given = f"{KEY}.parameter_server", recipe.sync.name
+    name, sync = f"{KEY}.parameter_server", recipe.sync.name
     if recipe.engine != NATIVE:
         raise ConfigError(f"{name} is for engine={NATIVE}, and the recipe has engine={recipe.engine}; remove one.")
-    if given not in (EVERY_STEP, PARAMETER_SERVER):
-        raise ConfigError(f"{name} contradicts sync.name={given}; remove one.")
+    if sync not in (EVERY_STEP, PARAMETER_SERVER):
+        raise ConfigError(f"{name} contradicts sync.name={sync}; remove one.")
     lines.append(f"{name} -> sync.name={PARAMETER_SERVER} of the native engine, started by torchrun's agent")
     return {"sync.name": PARAMETER_SERVER}
 

@@ -181,10 +181,10 @@ def read_version(package: Path) -> str:
     """The version of echelon in a zip file. Raises EntryError if the file is not one."""
     try:
         with zipfile.ZipFile(package) as archive:
-            found = re.search(r'__version__ = "([^"]+)"', archive.read("echelon/__init__.py").decode("utf-8"))
+            match = re.search(r'__version__ = "([^"]+)"', archive.read("echelon/__init__.py").decode("utf-8"))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise EntryError(f"{package} is not a zip of echelon's source: {error}; submit the job again.") from error
-    return found[1] if found else "unknown"
+    return match[1] if match else "unknown"
 
 
 def _say(line: str) -> None:

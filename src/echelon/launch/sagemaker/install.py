@@ -79,8 +79,8 @@ def find_missing(lines: Sequence[str], pins: Mapping[str, str] | None = None) ->
     A vendor build such as 2.11.0a0+nv counts as that version. With `pins`, by `_plain_name`, also those whose version
     is another one than at the last start. Raises LaunchError if there is nothing that reads requirements.
     """
-    wanted = [line for line in lines if line.strip() and not line.startswith(("#", "-"))]
-    return [line for line in wanted if not _is_satisfied(line, pins or {})]
+    requirements = [line for line in lines if line.strip() and not line.startswith(("#", "-"))]
+    return [line for line in requirements if not _is_satisfied(line, pins or {})]
 
 
 def _is_satisfied(line: str, pins: Mapping[str, str]) -> bool:
@@ -125,7 +125,7 @@ def _chosen_options(lines: Sequence[str], wheels: Path) -> Iterator[list[str]]:
         if NO_INDEX in options:
             for archive in sorted(wheels.rglob("*.zip")):
                 shutil.unpack_archive(archive, unpacked)
-            folders = sorted({path.parent for place in (wheels, Path(unpacked)) for path in place.rglob("*.whl")})
+            folders = sorted({path.parent for root in (wheels, Path(unpacked)) for path in root.rglob("*.whl")})
             if not folders:
                 raise _ObstacleError("there is no wheel in the channel wheels; check launch.sagemaker.wheels.")
             options += [f"--find-links {folder}" for folder in folders]
@@ -141,16 +141,16 @@ def _install(
     left out. Raises LaunchError if the `needed` ones cannot be installed, and _ObstacleError.
     """
     attempts: list[tuple[list[str], Mapping[str, str], str]] = []
-    known = ""
+    note = ""
     if pins:
-        known = f", with the versions of the last start (in {PINS})"
+        note = f", with the versions of the last start (in {PINS})"
         attempts.append((missing, pins, "the versions of the last start cannot be installed, so pip chooses others"))
     if left_out := ", ".join(line for line in missing if line not in needed):
         attempts.append((missing, {}, f"{left_out} cannot be installed, and training goes on without"))
-    _say(f"pip install {' '.join(missing)}{known}")
+    _say(f"pip install {' '.join(missing)}{note}")
     cause = ""
-    for wanted, versions, otherwise in [*attempts, (needed, {}, "")]:
-        chosen, cause = _run_pip(wanted, options, versions, env) if wanted else ({}, "")
+    for packages, versions, otherwise in [*attempts, (needed, {}, "")]:
+        chosen, cause = _run_pip(packages, options, versions, env) if packages else ({}, "")
         if chosen:
             _say(f"installed {', '.join(f'{name} {version}' for name, version in sorted(chosen.items()))}")
         if chosen is not None:
@@ -218,8 +218,8 @@ def _read_pins(path: Path) -> dict[str, str]:
         return {}
     if f"# Python {_PYTHON}" not in lines:
         return {}
-    found = (_PIN.fullmatch(line) for line in lines)
-    return {_plain_name(match[1]): match[2] for match in found if match is not None}
+    matches = (_PIN.fullmatch(line) for line in lines)
+    return {_plain_name(match[1]): match[2] for match in matches if match is not None}
 
 
 def _keep_pins(path: Path, pins: Mapping[str, str]) -> None:

@@ -38,17 +38,17 @@ def find_large_disk(base: Path) -> tuple[Path, int]:
     used: SageMaker copies it to S3.
     """
     places = (base, Path(tempfile.gettempdir()))
-    free = {place: shutil.disk_usage(place).free for place in places if os.access(place, os.W_OK)}
-    largest = max(free, key=lambda place: free[place], default=base)
+    free = {folder: shutil.disk_usage(folder).free for folder in places if os.access(folder, os.W_OK)}
+    largest = max(free, key=lambda folder: free[folder], default=base)
     return largest, free.get(largest, 0)
 
 
 def open_kept(recipe: Recipe, base: Path) -> "DataKeeper":
     """Choose where a container prepares its data, and bring back there what earlier starts have prepared."""
-    place = find_large_disk(base)[0] / "prepared"
+    prepared = find_large_disk(base)[0] / "prepared"
     settle_times(recipe, base / "input" / "data")
-    restore(base / "checkpoints", place)
-    return DataKeeper(base / "checkpoints", place)
+    restore(base / "checkpoints", prepared)
+    return DataKeeper(base / "checkpoints", prepared)
 
 
 def settle_times(recipe: Recipe, data: Path) -> None:
@@ -112,8 +112,8 @@ class DataKeeper:
 
         With `wait`, also wait for the end of the copy, for as long as a container that must stop can.
         """
-        if self._thread is None and (found := next(self._find_new(), None)) is not None:
-            self._thread = threading.Thread(target=self._copy, args=(found,), name="prepared data", daemon=True)
+        if self._thread is None and (new := next(self._find_new(), None)) is not None:
+            self._thread = threading.Thread(target=self._copy, args=(new,), name="prepared data", daemon=True)
             self._thread.start()
         if wait and self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS)

@@ -71,18 +71,18 @@ def _read_price_list(pricing: Any, region: str) -> Iterator[tuple[str, float]]:
     for page in pricing.get_paginator("get_products").paginate(ServiceCode="AmazonSageMaker", Filters=filters):
         for text in page["PriceList"]:
             offer = json.loads(text)
-            found = _TRAINING.search(offer["product"]["attributes"].get("usagetype", ""))
-            if found is None or found[1] not in INSTANCES:
+            match = _TRAINING.search(offer["product"]["attributes"].get("usagetype", ""))
+            if match is None or match[1] not in INSTANCES:
                 continue
             for term in offer["terms"].get("OnDemand", {}).values():
                 for part in term["priceDimensions"].values():
                     if (usd := float(part["pricePerUnit"].get("USD", 0))) > 0:
-                        yield found[1], usd
+                        yield match[1], usd
 
 
 def _read_spot_prices(ec2: Any, names: list[str]) -> dict[str, float]:
     """The mean price of each type that EC2 has, over the last days and all zones."""
-    found: dict[str, list[float]] = {}
+    by_type: dict[str, list[float]] = {}
     pages = ec2.get_paginator("describe_spot_price_history").paginate(
         Filters=[{"Name": "instance-type", "Values": [name.removeprefix("ml.") for name in names]}],
         ProductDescriptions=["Linux/UNIX"],
@@ -90,5 +90,5 @@ def _read_spot_prices(ec2: Any, names: list[str]) -> dict[str, float]:
     )
     for page in pages:
         for entry in page["SpotPriceHistory"]:
-            found.setdefault(f"ml.{entry['InstanceType']}", []).append(float(entry["SpotPrice"]))
-    return {name: round(fmean(prices), 4) for name, prices in sorted(found.items())}
+            by_type.setdefault(f"ml.{entry['InstanceType']}", []).append(float(entry["SpotPrice"]))
+    return {name: round(fmean(prices), 4) for name, prices in sorted(by_type.items())}

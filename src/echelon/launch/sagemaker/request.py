@@ -75,11 +75,11 @@ def build_submission(job: JobSpec) -> Submission:
     region = find_region(settings)
     machines = find_machines(recipe.launch)
     instance = machines.weakest
-    own = [group.instance.name for group in machines.groups if group.instance.name not in INSTANCES]
-    if own and settings.instance_groups:
+    custom = [group.instance.name for group in machines.groups if group.instance.name not in INSTANCES]
+    if custom and settings.instance_groups:
         raise ConfigError(
-            f"launch.sagemaker.instance_groups: {own[0]} is described by a file that the job does not have; use types "
-            "of the catalogue, or one type in launch.sagemaker.instance_type."
+            f"launch.sagemaker.instance_groups: {custom[0]} is described by a file that the job does not have; use "
+            "types of the catalogue, or one type in launch.sagemaker.instance_type."
         )
     image = settings.image or find_image(region, instance.gpus > 0)
     check_image(image)
@@ -308,12 +308,12 @@ def check_image(image: str) -> None:
     if match is None:
         return
     python = re.search(r"-py(\d)(\d+)\b", match[3])
-    for name, found, oldest in (
+    for name, version, oldest in (
         ("PyTorch", (int(match[1]), int(match[2])), OLDEST_TORCH),
         ("Python", (int(python[1]), int(python[2])) if python else OLDEST_PYTHON, OLDEST_PYTHON),
     ):
-        if found < oldest:
+        if version < oldest:
             raise ConfigError(
-                f"launch.sagemaker.image={image} has {name} {found[0]}.{found[1]}, but echelon needs {oldest[0]}."
+                f"launch.sagemaker.image={image} has {name} {version[0]}.{version[1]}, but echelon needs {oldest[0]}."
                 f"{oldest[1]} or later; use a newer image, or remove launch.sagemaker.image to get {_GPU_TAG}."
             )

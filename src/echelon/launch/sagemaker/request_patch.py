@@ -41,14 +41,14 @@ def apply_patch(request: Mapping[str, Any], settings: SageMakerConfig) -> dict[s
                 f"{PATCH}.{name} is not a member of a CreateTrainingJob request; "
                 + (f"did you mean {near[0]}?" if near else f"the members are {', '.join(MEMBERS)}.")
             )
-    for place, value in _list_places(settings.patch):
-        if place in OWNED:
-            raise ConfigError(f"{PATCH}.{place}: echelon sets it from {OWNED[place]}; set that key instead.")
-        if place in _IMPOSSIBLE:
-            raise ConfigError(f"{PATCH}.{place}: {_IMPOSSIBLE[place]}; remove it.")
+    for path, value in _list_places(settings.patch):
+        if path in OWNED:
+            raise ConfigError(f"{PATCH}.{path}: echelon sets it from {OWNED[path]}; set that key instead.")
+        if path in _IMPOSSIBLE:
+            raise ConfigError(f"{PATCH}.{path}: {_IMPOSSIBLE[path]}; remove it.")
         below = [*OWNED, *_IMPOSSIBLE]
-        if value is None and (inside := next((key for key in below if key.startswith(f"{place}.")), None)):
-            raise ConfigError(f"{PATCH}.{place}: null would also remove {inside}, which the job needs; remove it.")
+        if value is None and (inside := next((key for key in below if key.startswith(f"{path}.")), None)):
+            raise ConfigError(f"{PATCH}.{path}: null would also remove {inside}, which the job needs; remove it.")
     _check_channels(settings.patch)
     merged: dict[str, Any] = merge_patch(request, settings.patch, PATCH)
     if settings.patch:

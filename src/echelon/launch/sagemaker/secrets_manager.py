@@ -48,17 +48,17 @@ def read_secrets(references: Mapping[str, str], region: str | None) -> dict[str,
     values: dict[str, str] = {}
     for variable, reference in references.items():
         shown = f"{_KEY}.{variable}={reference}"
-        place, _, key = reference.removeprefix(SECRET_SCHEME).partition("#")
-        if place not in texts:
-            given = re.match(r"arn:[^:]*:[^:]*:([^:]+):", place)
-            if (where := given[1] if given else region) is None:
+        secret, _, key = reference.removeprefix(SECRET_SCHEME).partition("#")
+        if secret not in texts:
+            arn = re.match(r"arn:[^:]*:[^:]*:([^:]+):", secret)
+            if (where := arn[1] if arn else region) is None:
                 raise ConfigError(
                     f"{shown}: the region is unknown; give the secret's ARN, or set launch.sagemaker.region."
                 )
-            service = "ssm" if ":ssm:" in place else "secretsmanager"
+            service = "ssm" if ":ssm:" in secret else "secretsmanager"
             client = boto3.Session(region_name=where).client(service, config=settings)
-            texts[place] = _ask(client, place, where, shown)
-        values[variable] = _choose(texts[place], key, shown)
+            texts[secret] = _ask(client, secret, where, shown)
+        values[variable] = _choose(texts[secret], key, shown)
     return values
 
 

@@ -110,15 +110,15 @@ class Service:
         with explained(f"reading {address}"):
             s3 = self._client("s3")
             pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/", Delimiter="/")
-            for found in (item for page in pages for item in page.get("Contents", [])):
-                name = found["Key"].removeprefix(f"{prefix}/")
-                here, changed = folder / name, found["LastModified"].timestamp()
-                known = here.stat() if name in names and here.exists() else None
-                if name in names and (known is None or (known.st_size, known.st_mtime) != (found["Size"], changed)):
+            for entry in (item for page in pages for item in page.get("Contents", [])):
+                name = entry["Key"].removeprefix(f"{prefix}/")
+                target, changed = folder / name, entry["LastModified"].timestamp()
+                stat = target.stat() if name in names and target.exists() else None
+                if name in names and (stat is None or (stat.st_size, stat.st_mtime) != (entry["Size"], changed)):
                     partial = folder / f".{name}.tmp"
-                    s3.download_file(bucket, found["Key"], str(partial))
+                    s3.download_file(bucket, entry["Key"], str(partial))
                     os.utime(partial, (changed, changed))
-                    partial.replace(here)
+                    partial.replace(target)
 
     def stop(self, name: str) -> None:
         """Ask the job to end."""

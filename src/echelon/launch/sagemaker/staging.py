@@ -192,9 +192,9 @@ class _Stage:
 
     def add_wheels(self, requirements: str) -> None:
         """Add the channel with the container's packages, if the recipe asks for one."""
-        if (place := self._settings.wheels) is None:
+        if (path := self._settings.wheels) is None:
             return
-        if place == wheels.DOWNLOAD:
+        if path == wheels.DOWNLOAD:
             python = wheels.find_python(self._settings.image)
             shown = f"(wheels for Python {python[0]}.{python[1]}, collected by pip)"
             address = f"{self._prefix}/{wheels.CHANNEL}/"
@@ -202,17 +202,17 @@ class _Stage:
             self.uploads.append(Upload(f"{address}{wheels.ARCHIVE}", collect, shown))
             self._add_channel(wheels.KEY, wheels.CHANNEL, address, "File")
             return
-        if place.startswith("/opt/ml/") or (self.job.workdir / Path(place).expanduser()).is_file():
+        if path.startswith("/opt/ml/") or (self.job.workdir / Path(path).expanduser()).is_file():
             raise ConfigError(
-                f"{wheels.KEY}={place}: give a folder on this machine, the s3:// address of a folder, or "
+                f"{wheels.KEY}={path}: give a folder on this machine, the s3:// address of a folder, or "
                 f"{wheels.DOWNLOAD}."
             )
         before = len(self.uploads)
-        self._place(wheels.KEY, place, wheels.CHANNEL, "File")
-        if not place.startswith("s3://") and not any(
+        self._place(wheels.KEY, path, wheels.CHANNEL, "File")
+        if not path.startswith("s3://") and not any(
             upload.address.endswith(".whl") for upload in self.uploads[before:]
         ):
-            raise ConfigError(f"{wheels.KEY}={place} has no wheel; fill it with `pip wheel`, or use {wheels.DOWNLOAD}.")
+            raise ConfigError(f"{wheels.KEY}={path} has no wheel; fill it with `pip wheel`, or use {wheels.DOWNLOAD}.")
 
     def place_source(self, key: str, source: SourceConfig, channel: str) -> dict[str, Any]:
         """A data source with its path in the container, and the same name in metrics."""
@@ -262,8 +262,8 @@ class _Stage:
         if path.startswith("/opt/ml/"):
             inside = PurePosixPath(path)
             names = [*self._settings.channels, *(system.channel for system in self._settings.file_systems)]
-            known = [str(DATA_DIR / name) for name in names]
-            if not any(str(folder) in known for folder in (inside, *inside.parents)):
+            folders = [str(DATA_DIR / name) for name in names]
+            if not any(str(folder) in folders for folder in (inside, *inside.parents)):
                 raise ConfigError(
                     f"{key}={path} is not in a channel of the container; add its channel to launch.sagemaker.channels, "
                     "or its file system to launch.sagemaker.file_systems; the recipe has "
@@ -347,8 +347,8 @@ def _list_local(key: str, path: str, workdir: Path) -> tuple[list[tuple[Path, st
 def _list_matches(pattern: str, workdir: Path) -> tuple[list[tuple[Path, str]], str]:
     """The files that match a glob, each with its path below the glob's fixed folder, and the rest of the glob."""
     folder, rest = _split_glob(pattern)
-    found = sorted(glob.glob(pattern, root_dir=workdir, recursive=True))
-    files = [(workdir / name, Path(name).relative_to(folder).as_posix()) for name in found]
+    names = sorted(glob.glob(pattern, root_dir=workdir, recursive=True))
+    files = [(workdir / name, Path(name).relative_to(folder).as_posix()) for name in names]
     return [(file, name) for file, name in files if file.is_file()], rest
 
 

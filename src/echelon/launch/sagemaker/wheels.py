@@ -51,14 +51,14 @@ def collect_wheels(requirements: str, python: tuple[int, int]) -> bytes:
             f"{KEY}={DOWNLOAD} requires pip, which {sys.executable} does not have; run `{sys.executable} -m "
             f"ensurepip`, or set {KEY} to a folder of wheels."
         )
-    with tempfile.TemporaryDirectory(prefix="wheels-") as place:
-        found, lines, pins = Path(place, "found"), Path(place, "wanted.txt"), Path(place, "pins.txt")
-        stand_in = _write_stand_in(Path(place))
-        wanted = [line for line in requirements.splitlines() if not line.startswith("-")]
-        lines.write_text("\n".join(wanted) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="wheels-") as scratch:
+        downloads, lines, pins = Path(scratch, "found"), Path(scratch, "wanted.txt"), Path(scratch, "pins.txt")
+        stand_in = _write_stand_in(Path(scratch))
+        packages = [line for line in requirements.splitlines() if not line.startswith("-")]
+        lines.write_text("\n".join(packages) + "\n", encoding="utf-8")
         pins.write_text(f"torch=={_STAND_IN}\n", encoding="utf-8")
         argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-        argv += ["--dest", str(found), "-r", str(lines), "-c", str(pins), "--find-links", str(stand_in.parent)]
+        argv += ["--dest", str(downloads), "-r", str(lines), "-c", str(pins), "--find-links", str(stand_in.parent)]
         done = subprocess.run([*argv, *_platform_options(python)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise LaunchError(
@@ -67,7 +67,7 @@ def collect_wheels(requirements: str, python: tuple[int, int]) -> bytes:
             )
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-            for path in sorted(found.iterdir()):
+            for path in sorted(downloads.iterdir()):
                 if path.name != stand_in.name:
                     archive.write(path, path.name)
     return buffer.getvalue()

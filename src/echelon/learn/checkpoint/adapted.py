@@ -61,8 +61,8 @@ def load_run_tokenizer(run: Path) -> PreTrainedTokenizerBase:
 
 def with_generation_config(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Set a model's generation config to that of a folder, if it has one. Raises ConfigError."""
-    if (given := read_generation_config(folder)) is not None:
-        model.generation_config = given
+    if (config := read_generation_config(folder)) is not None:
+        model.generation_config = config
     return model
 
 
@@ -111,9 +111,9 @@ def open_first_weights(skeleton: PreTrainedModel, run: Path) -> Fill:
     """
     recipe = read_run_recipe(run)
     commits = find_commits(recipe, read_commits(RunFiles(run).hub_path))
-    here = with_copies(recipe, commits)
-    check_base(run, here)
-    return open_weights(skeleton, here)
+    local = with_copies(recipe, commits)
+    check_base(run, local)
+    return open_weights(skeleton, local)
 
 
 class AdaptedRun:
@@ -158,11 +158,11 @@ class AdaptedRun:
         by_module: dict[str, list[str]] = {}
         for name in names:
             by_module.setdefault(name.rpartition(".")[0], []).append(name)
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for path, some in by_module.items():
             with self._held(path):
-                found |= {name: merged_weight(self.model, name).cpu() for name in some}
-        return found
+                weights |= {name: merged_weight(self.model, name).cpu() for name in some}
+        return weights
 
     def describe(self) -> AdapterContent:
         """Return the adapter in PEFT's format. Needs memory for the adapter, and for one module with PiSSA."""

@@ -100,8 +100,8 @@ class Carrier:
         rank, reason = dist.get_rank(), None
         if rank != 0 and rank not in self._firsts:
             return None
-        here = [(path.name, path.stat().st_size) for path in list_files(source)] if rank == 0 else []
-        files = broadcast_object(here, self._receivers)
+        listed = [(path.name, path.stat().st_size) for path in list_files(source)] if rank == 0 else []
+        files = broadcast_object(listed, self._receivers)
         if rank != 0 and wanted:
             copy.mkdir(parents=True, exist_ok=True)
         for name, size in files:

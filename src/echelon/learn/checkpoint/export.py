@@ -186,9 +186,9 @@ def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
         for name in read_metadata(checkpoint).state_dict_metadata
         if name.startswith("model.")
     }
-    wanted = stored_tensors(skeleton).keys()
-    if not wanted <= saved:
-        raise CheckpointError(f"Checkpoint {checkpoint} lacks {sorted(wanted - saved)[0]} of the run's model.")
+    needed = stored_tensors(skeleton).keys()
+    if not needed <= saved:
+        raise CheckpointError(f"Checkpoint {checkpoint} lacks {sorted(needed - saved)[0]} of the run's model.")
 
 
 def _write_sidecars(model_dir: Path, out: Path, dtype: str) -> None:

@@ -34,8 +34,8 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         CheckpointError: the checkpoint is hostile, lacks a tensor, or has another shape.
     """
     saved = read_metadata(folder).state_dict_metadata
-    found = match_replicas(_drop_ranks(tensors, saved, options.get("process_group")), saved)
-    for name, tensor in found.items():
+    matched = match_replicas(_drop_ranks(tensors, saved, options.get("process_group")), saved)
+    for name, tensor in matched.items():
         entry = saved.get(name)
         if entry is None:
             raise CheckpointError(f"Checkpoint {folder} has no {name}; it belongs to another model or optimizer.")
@@ -46,7 +46,7 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
                 f"{tuple(tensor.shape)}; it belongs to another model."
             )
     try:
-        load(dict(found), storage_reader=SafeReader(folder), **options)
+        load(dict(matched), storage_reader=SafeReader(folder), **options)
     except CheckpointException as error:
         raise CheckpointError(f"Checkpoint {folder} cannot be read: {find_reason(error)}.") from error
 

@@ -81,9 +81,9 @@ def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
     """
     if which is None or which == "newest":
         return newest_of(run, checksums=True)
-    found = find_checkpoint(run, which)
-    check_files(found.path, checksums=True)
-    return found
+    checkpoint = find_checkpoint(run, which)
+    check_files(checkpoint.path, checksums=True)
+    return checkpoint
 
 
 def find_checkpoint(run: Path, which: str | None = None) -> Checkpoint:
@@ -178,9 +178,9 @@ def clear_out(folder: Path, keep: int) -> Iterator[str]:
     Raises:
         CheckpointError: all checkpoints are damaged; nothing is removed.
     """
-    found = {checkpoint: find_faults(checkpoint.path, checksums=True) for checkpoint in find_checkpoints(folder)}
-    whole = [checkpoint for checkpoint, faults in found.items() if not faults]
-    if found and not whole:
+    damage = {checkpoint: find_faults(checkpoint.path, checksums=True) for checkpoint in find_checkpoints(folder)}
+    whole = [checkpoint for checkpoint, faults in damage.items() if not faults]
+    if damage and not whole:
         raise CheckpointError(
             f"All checkpoints in {folder} are damaged, so none was removed; `echelon checkpoint verify` lists the "
             "damage. Delete those that you do not need by hand."
@@ -188,7 +188,7 @@ def clear_out(folder: Path, keep: int) -> Iterator[str]:
     kept = _choose_kept(whole, keep)
     for name in sweep_checkpoints(folder):
         yield f"removed {name}: a killed process left it incomplete"
-    for checkpoint, faults in found.items():
+    for checkpoint, faults in damage.items():
         if checkpoint not in kept:
             remove(checkpoint)
             yield f"removed {checkpoint.path.name}" + (f": damaged: {'; '.join(faults)}" if faults else "")

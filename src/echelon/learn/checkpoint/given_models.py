@@ -88,10 +88,10 @@ def keep_given_models(run: Path, recipe: Recipe) -> None:
     Raises:
         ConfigError: a model was replaced.
     """
-    known = _read_record(run / RECORD)
-    found = {key: mark for key, source in _list_given(recipe) if (mark := _check(key, source, known, run)) is not None}
-    if not found.keys() <= known.keys():
-        write_json(run / RECORD, known | found)
+    saved = _read_record(run / RECORD)
+    marks = {key: mark for key, source in _list_given(recipe) if (mark := _check(key, source, saved, run)) is not None}
+    if not marks.keys() <= saved.keys():
+        write_json(run / RECORD, saved | marks)
 
 
 def check_base(run: Path, recipe: Recipe) -> None:
@@ -102,10 +102,10 @@ def check_base(run: Path, recipe: Recipe) -> None:
 
 def _check(key: str, source: str, known: dict[str, str], run: Path) -> str | None:
     """Return a model's fingerprint; None if it has none here, which whoever reads it reports."""
-    found = None
+    mark = None
     with suppress(OSError):
-        found = fingerprint_model(Path(source))
-    if found is not None and known.get(key, found) != found:
+        mark = fingerprint_model(Path(source))
+    if mark is not None and known.get(key, mark) != mark:
         what, fix = "its weights or its config.json were replaced", "restore that folder from a copy"
         if is_run(Path(source)):
             what, fix = "that run has another newest checkpoint now", "remove the newer ones"
@@ -113,7 +113,7 @@ def _check(key: str, source: str, known: dict[str, str], run: Path) -> str | Non
             f"{key}={source} is not the model that the run {run} began with: {what}; {fix}, or train again with "
             "--fresh."
         )
-    return found
+    return mark
 
 
 def _list_given(recipe: Recipe) -> Iterator[tuple[str, str]]:

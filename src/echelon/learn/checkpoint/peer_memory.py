@@ -118,10 +118,10 @@ class PeerMemory:
 
     def newest(self) -> HeldSnapshot | None:
         """The newest snapshot of which every part is held; None if there is none. The same on every rank."""
-        known = gather_objects((set(self._held.own), set(self._held.other)), None)
-        for step in sorted(set().union(*(own for own, _ in known)), reverse=True):
-            lost = tuple(rank for rank, (own, _) in enumerate(known) if step not in own)
-            if all(step in known[self._holder(rank)][1] for rank in lost):
+        by_rank = gather_objects((set(self._held.own), set(self._held.other)), None)
+        for step in sorted(set().union(*(steps for steps, _ in by_rank)), reverse=True):
+            lost = tuple(rank for rank, (steps, _) in enumerate(by_rank) if step not in steps)
+            if all(step in by_rank[self._holder(rank)][1] for rank in lost):
                 return HeldSnapshot(step, next(rank for rank in range(self._size) if rank not in lost), lost)
         return None
 

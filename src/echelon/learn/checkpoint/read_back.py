@@ -24,9 +24,9 @@ def check_weights(path: Path, written: Mapping[str, Tensor], what: str) -> None:
         for name in sorted(set(file.keys()) ^ written.keys()):
             raise CheckpointError(f"{path} {'lacks' if name in written else 'contains an unknown'} {name}.")
         for name, tensor in written.items():
-            found = file.get_tensor(name)
-            if (found.shape, found.dtype) != (tensor.shape, tensor.dtype) or not torch.equal(
-                _bits(found), _bits(tensor)
+            stored = file.get_tensor(name)
+            if (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype) or not torch.equal(
+                _bits(stored), _bits(tensor)
             ):
                 raise CheckpointError(f"{path}: {name} differs from the {what} values; the disk may be damaged.")
 

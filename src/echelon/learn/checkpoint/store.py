@@ -359,8 +359,8 @@ class CheckpointStore:
         self._tell("save", step)
         checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
         writing = self._folder / f".writing-{step:08d}"
-        place = writing if self._carrier is None else self._carrier.writing(writing)
-        writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=True)
+        target = writing if self._carrier is None else self._carrier.writing(writing)
+        writer = FileSystemWriter(target, single_file_per_rank=True, sync_files=True)
         try:
             written = async_save(
                 self._own(tensors), storage_writer=writer, async_stager=self._stager, process_group=self._group
@@ -460,8 +460,8 @@ class CheckpointStore:
         All files are read and compared with their checksums, which takes as long as reading or hashing them. The ranks
         divide the files: under an unchanged plan, each checks as many as it wrote.
         """
-        found = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
-        for checkpoint in reversed([checkpoint for checkpoint in found if checkpoint.step > beyond]):
+        checkpoints = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
+        for checkpoint in reversed([checkpoint for checkpoint in checkpoints if checkpoint.step > beyond]):
             began = time.monotonic()
             shares = gather_objects(self._find_faults(checkpoint), self._group)
             faults = list(dict.fromkeys(fault for share in shares for fault in share))

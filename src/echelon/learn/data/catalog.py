@@ -273,9 +273,9 @@ def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> N
         path = folder / shard.file
         size = path.stat().st_size if path.is_file() else None
         if size is None or size != shard.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
+            fault = "is missing" if size is None else f"has {size} bytes"
             raise DataError(
-                f"{path} {found}, but the manifest lists {shard.bytes} bytes; delete {folder} and prepare again."
+                f"{path} {fault}, but the manifest lists {shard.bytes} bytes; delete {folder} and prepare again."
             )
         if verify and file_digest(path) != shard.sha256:
             raise DataError(

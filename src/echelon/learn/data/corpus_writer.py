@@ -120,23 +120,23 @@ class CorpusWriter:
         self._open_entry(task.source)
         state, index = self._journal.state, task.source
         entry, limit = state.entries[index], self._corpus[index].source.max_samples
-        for found in result.found:
+        for item in result.found:
             room = None if limit is None else limit - entry.records
-            begins = isinstance(found, Broken) or (isinstance(found, Piece) and found.is_first)
+            begins = isinstance(item, Broken) or (isinstance(item, Piece) and item.is_first)
             entry.is_full = entry.is_full or (room == 0 and begins)
             if entry.is_full:
                 break
-            if isinstance(found, Odd):
-                count, place = entry.odd.get(found.problem, (0, name_place(found)))
-                entry.odd[found.problem] = (count + 1, place)
+            if isinstance(item, Odd):
+                count, where = entry.odd.get(item.problem, (0, name_place(item)))
+                entry.odd[item.problem] = (count + 1, where)
                 continue
-            if isinstance(found, Broken):
-                self._leave_out(index, found if room is None else replace(found, count=min(found.count, room)))
+            if isinstance(item, Broken):
+                self._leave_out(index, item if room is None else replace(item, count=min(item.count, room)))
                 continue
-            if found.is_first:
-                state.stream = self._choose_stream(index, found)
+            if item.is_first:
+                state.stream = self._choose_stream(index, item)
             if state.stream is not None:
-                self._sinks[state.stream].append(found)
+                self._sinks[state.stream].append(item)
         entry.num_tasks += 1
         state.done_bytes += result.num_bytes
 
@@ -258,8 +258,8 @@ class CorpusWriter:
 
     def _describe_oddities(self) -> Iterator[str]:
         for entry, state in zip(self._corpus, self._journal.state.entries, strict=True):
-            for what, (count, place) in sorted(state.odd.items()):
-                yield describe_oddity(entry.source.key, what, count, state.documents, place)
+            for what, (count, where) in sorted(state.odd.items()):
+                yield describe_oddity(entry.source.key, what, count, state.documents, where)
 
     def _pack(self, index: int, split: Split, records: Sequence[SourceRecord]) -> PackRecord:
         rule, max_shard_tokens = self._options.samples, self._options.max_shard_tokens

@@ -67,7 +67,7 @@ def _parse_alpaca(record: Example) -> Conversation:
 
 def _ask_alpaca(record: Example) -> list[dict[str, Any]]:
     """Return the history and the question as turns. Templates that use `instruction` and `input` find them there."""
-    instruction, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
+    instruction, text = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
     turns: list[dict[str, Any]] = []
     history = record.get("history", [])
     for pair in _list(history, "history"):
@@ -75,9 +75,9 @@ def _ask_alpaca(record: Example) -> list[dict[str, Any]]:
             raise BrokenRecordError("has a `history` that is not a list of [question, answer]")
         turns.append({"role": "user", "content": _text(pair[0], "history")})
         turns.append({"role": "assistant", "content": _text(pair[1], "history")})
-    question = {"role": "user", "content": f"{instruction}\n{given}" if given and instruction else instruction or given}
+    question = {"role": "user", "content": f"{instruction}\n{text}" if text and instruction else instruction or text}
     turns.append(
-        {**question, "instruction": instruction, "input": given} if given and "instruction" in record else question
+        {**question, "instruction": instruction, "input": text} if text and "instruction" in record else question
     )
     return turns
 
@@ -200,10 +200,10 @@ def _split_turns(
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     turns = chosen[:shared]
-    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     said = [_content(turn) for turn in turns]
-    if not all(_content(turn) in said for turn in given):
-        turns = [*given, *turns]
+    if not all(_content(turn) in said for turn in prompt_turns):
+        turns = [*prompt_turns, *turns]
     if not turns:
         raise BrokenRecordError(f"has {_NO_PROMPT} turn")
     return turns, chosen[shared:], rejected[shared:]
@@ -222,8 +222,8 @@ def _parse_answer(record: Example, prompt: Any, answer: Any, name: str) -> Text:
         return Completion(_text(prompt, "prompt"), _text(answer, name))
     if not isinstance(prompt, list) or not isinstance(answer, list):
         raise BrokenRecordError(f"has `prompt` and `{name}` that are neither two texts nor two lists of messages")
-    given, turns = _read_turns(prompt, "prompt"), _read_turns(answer, name)
-    return _converse(record, [*given, *turns], answers=len(given))
+    prompt_turns, turns = _read_turns(prompt, "prompt"), _read_turns(answer, name)
+    return _converse(record, [*prompt_turns, *turns], answers=len(prompt_turns))
 
 
 def _parse_tokens(record: Example) -> EncodedDocument:
@@ -234,9 +234,9 @@ def _parse_tokens(record: Example) -> EncodedDocument:
     targets = labels != IGNORED_LABEL
     wrong = np.flatnonzero(targets & (labels != ids))
     if len(wrong):
-        place = int(wrong[0])
+        index = int(wrong[0])
         raise BrokenRecordError(
-            f"has the label {labels[place]} at position {place}, where the id is {ids[place]}; a label must be the id "
+            f"has the label {labels[index]} at position {index}, where the id is {ids[index]}; a label must be the id "
             f"at the same position (not shifted) or {IGNORED_LABEL}"
         )
     return EncodedDocument(ids, targets)
@@ -255,13 +255,13 @@ def _parse_prompt(record: Example) -> Prompt:
 
 def _parse_labelled(record: Example) -> Labelled:
     """Parse what a classifier reads: `text`, perhaps with `text_pair`, or `messages`, which a template renders."""
-    label, given = record["label"], [name for name in ("text", "messages") if name in record]
-    if len(given) != 1:
-        raise BrokenRecordError(f"has {' and '.join(f'`{name}`' for name in given) or 'neither `text` nor `messages`'}")
-    for name in ("text_pair",) if given == ["messages"] else ("system", "tools"):
+    label, keys = record["label"], [name for name in ("text", "messages") if name in record]
+    if len(keys) != 1:
+        raise BrokenRecordError(f"has {' and '.join(f'`{name}`' for name in keys) or 'neither `text` nor `messages`'}")
+    for name in ("text_pair",) if keys == ["messages"] else ("system", "tools"):
         if name in record:
-            raise BrokenRecordError(f"has `{name}`, which does not go with `{given[0]}`")
-    if given == ["messages"]:
+            raise BrokenRecordError(f"has `{name}`, which does not go with `{keys[0]}`")
+    if keys == ["messages"]:
         turns = _with_system(record, _read_turns(record["messages"], "messages"))
         return Labelled(tuple(turns), label, tools=_read_tools(record.get("tools")))
     pair = record.get("text_pair")
@@ -285,9 +285,9 @@ _PARSERS: dict[str, Callable[[Example], Parsed]] = {
 
 def _converse(record: Example, turns: Sequence[dict[str, Any]], answers: int = 0) -> Conversation:
     """Build a conversation from turns, with the record's own system message and tools."""
-    given = len(turns)
+    count = len(turns)
     turns = _with_system(record, turns)
-    answers += (answers > 0) * (len(turns) - given)
+    answers += (answers > 0) * (len(turns) - count)
     if not any(turn["role"] == "assistant" for turn in turns[answers:]):
         raise BrokenRecordError("has no assistant turn, so there is nothing to train on")
     learned = tuple(_read_flag(turn) for turn in turns)

@@ -150,13 +150,13 @@ def like_source(microbatch: Microbatch, recipe: Recipe, data: PreparedData, plac
     if recipe.data.source is None:
         return microbatch
     with closing(open_source(recipe, data, place)) as source:
-        given = source.batch(0).microbatches[0].extra
+        extra = source.batch(0).microbatches[0].extra
     (batch, seq), device = microbatch.input_ids.shape, microbatch.input_ids.device
     shapes = {
         name: (batch, seq, *tensor.shape[2:]) if is_per_token(tensor.shape) else (batch, *tensor.shape[1:])
-        for name, tensor in given.items()
+        for name, tensor in extra.items()
     }
-    zeros = {name: torch.zeros(shape, dtype=given[name].dtype, device=device) for name, shape in shapes.items()}
+    zeros = {name: torch.zeros(shape, dtype=extra[name].dtype, device=device) for name, shape in shapes.items()}
     return microbatch.with_extra(**zeros)
 
 

@@ -37,7 +37,7 @@ def walk(root: Path, left_out: LeftOut, refuse: Callable[[OSError], Exception]) 
     Links to folders are followed. Each real folder is read once, under its own name if it is below `root`. A link to a
     folder that contains `root` is skipped. For a folder that cannot be listed, raises the error that `refuse` returns.
     """
-    found: Found = []
+    files: Found = []
     seen: set[str] = set()
     links = [(root, "")]
     while links:
@@ -47,10 +47,9 @@ def walk(root: Path, left_out: LeftOut, refuse: Callable[[OSError], Exception]) 
             if name and (real in seen or Path(real) in Path(os.path.realpath(root)).parents):
                 left_out.note("links to folders that are already read or contain this one", name)
                 continue
-            for folder, place in _list_tree(link, name, seen, left_out, refuse, found):
-                deferred.append((folder, place))
+            deferred += _list_tree(link, name, seen, left_out, refuse, files)
         links = deferred
-    return sorted(found, key=lambda item: item[1])
+    return sorted(files, key=lambda item: item[1])
 
 
 def _list_tree(
@@ -68,8 +67,8 @@ def _list_tree(
 
     links: Found = []
     for folder, subfolders, files in os.walk(top, onerror=fail):
-        here = Path(folder)
-        place = "/".join(part for part in (name, here.relative_to(top).as_posix()) if part not in ("", "."))
+        path = Path(folder)
+        relative = "/".join(part for part in (name, path.relative_to(top).as_posix()) if part not in ("", "."))
         real = os.path.realpath(folder)
         if real in seen:  # a link to a part of it was followed before
             subfolders[:] = []
@@ -77,22 +76,22 @@ def _list_tree(
         seen.add(real)
         descend = []
         for subfolder in sorted(subfolders):
-            inner = f"{place}/{subfolder}" if place else subfolder
+            inner = f"{relative}/{subfolder}" if relative else subfolder
             if subfolder in SKIPPED_FOLDERS:
                 left_out.note("folders of caches and packages", inner)
             elif subfolder.startswith("."):
                 left_out.note("hidden folders", inner)
-            elif (here / subfolder).is_symlink():
-                links.append((here / subfolder, inner))
+            elif (path / subfolder).is_symlink():
+                links.append((path / subfolder, inner))
             else:
                 descend.append(subfolder)
         subfolders[:] = descend
         for file in files:
-            inner = f"{place}/{file}" if place else file
+            inner = f"{relative}/{file}" if relative else file
             if file.startswith("."):
                 left_out.note("hidden files", inner)
-            elif (here / file).is_file():
-                found.append((here / file, inner))
+            elif (path / file).is_file():
+                found.append((path / file, inner))
             else:
                 left_out.note("broken links and special files", inner)
     return links

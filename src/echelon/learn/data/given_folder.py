@@ -44,8 +44,8 @@ def describe_settings(spec: PrepareSpec, tokenizer: "PreTrainedTokenizerFast | N
 
     Without `tokenizer`, one is trained on the text.
     """
-    given = asdict(spec.instruction)
-    template, separator = given.pop("chat_template"), given.pop("separator")
+    options = asdict(spec.instruction)
+    template, separator = options.pop("chat_template"), options.pop("separator")
     sources = [
         [source.key, source.name, source.split, source.max_samples, dict(source.fields)] for source in _sources(spec)
     ]
@@ -58,7 +58,7 @@ def describe_settings(spec: PrepareSpec, tokenizer: "PreTrainedTokenizerFast | N
         "data.deduplicate": spec.deduplicate,
         "data.max_broken_fraction": spec.max_broken_fraction,
         "data.chat_template": template and sha256(load_template(template).encode()).hexdigest(),
-        **{f"data.{name}": list(value) if isinstance(value, tuple) else value for name, value in given.items()},
+        **{f"data.{name}": list(value) if isinstance(value, tuple) else value for name, value in options.items()},
     }
 
 
@@ -104,8 +104,8 @@ def open_given(
 
 
 def _refuse_differences(folder: Path, stored: Any, wanted: Mapping[str, Any]) -> None:
-    found = stored if isinstance(stored, dict) else {}
-    different = [key for key, value in wanted.items() if key not in found or found[key] != value]
+    settings = stored if isinstance(stored, dict) else {}
+    different = [key for key, value in wanted.items() if key not in settings or settings[key] != value]
     if different:
         raise ConfigError(
             f"data.prepared_dir={folder} was prepared with another {' and another '.join(different)}; run `echelon "
@@ -116,12 +116,12 @@ def _refuse_differences(folder: Path, stored: Any, wanted: Mapping[str, Any]) ->
 def _refuse_other_samples(folder: Path, spec: PrepareSpec, manifest: Manifest) -> None:
     rule = manifest.samples
     packing = True if rule is None else rule.packing
-    for key, asked, found in (
+    for key, asked, actual in (
         ("data.packing", packing if spec.packing == "auto" else spec.packing, packing),
         ("data.on_overlong", spec.on_overlong, spec.on_overlong if rule is None else rule.on_overlong),
     ):
-        if asked != found:
+        if asked != actual:
             raise ConfigError(
-                f"data.prepared_dir={folder} was prepared with {key}={str(found).lower()}, but the recipe has "
+                f"data.prepared_dir={folder} was prepared with {key}={str(actual).lower()}, but the recipe has "
                 f"{str(asked).lower()}; prepare it again, or change {key}."
             )

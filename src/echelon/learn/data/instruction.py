@@ -211,7 +211,7 @@ class InstructionEncoding:
         for start, stop in rendered.spans:
             inside = (starts >= start) & (stops <= stop)
             if rendered.are_turns:
-                added = [place for place in np.flatnonzero(inside).tolist() if int(ids[place]) in self.added_ids]
+                added = [index for index in np.flatnonzero(inside).tolist() if int(ids[index]) in self.added_ids]
                 if added and not rendered.text[int(stops[added[-1]]) : stop].strip():
                     inside[added[-1] + 1 :] = False
             targets |= inside

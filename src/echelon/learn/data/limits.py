@@ -139,7 +139,7 @@ class _Helper:
                     self._child, self._owner = ChildProcess(_serve), os.getpid()
             try:
                 self._child.connection.send((prepare, call, *limits))
-                found: Any = self._child.connection.recv()
+                answer: Any = self._child.connection.recv()
             except (EOFError, OSError):
                 code, self._child = self._child.wait_for_exit(), None
                 raise find_excess(code) or EchelonError(
@@ -149,9 +149,9 @@ class _Helper:
                 self._child.stop()
                 self._child = None
                 raise
-        if isinstance(found, Exception):
-            raise found
-        result: _Result = found
+        if isinstance(answer, Exception):
+            raise answer
+        result: _Result = answer
         return result
 
     def end(self) -> None:
@@ -173,7 +173,7 @@ def _serve(connection: Connection) -> None:
             return
         try:
             prepare()
-            found = run_here(call, *limits)
+            answer = run_here(call, *limits)
         except Exception as error:  # raised again by the one that asks
-            found = error
-        connection.send(found)
+            answer = error
+        connection.send(answer)

@@ -389,11 +389,11 @@ def build_rows(
     mismatched: Samples | None = None,
 ) -> Microbatch:
     """Build the microbatch of some rows of samples. `sample_ids` and `batch_indices` `[n]` are those of all rows."""
-    own = sample_ids[rows], batch_indices[rows], padding
-    microbatch = build_microbatch(set_width(samples, rows, padding), *own)
+    arguments = sample_ids[rows], batch_indices[rows], padding
+    microbatch = build_microbatch(set_width(samples, rows, padding), *arguments)
     if mismatched is None:
         return microbatch
-    return replace(microbatch, mismatched=build_microbatch(set_width(mismatched, rows, padding), *own))
+    return replace(microbatch, mismatched=build_microbatch(set_width(mismatched, rows, padding), *arguments))
 
 
 def _measure_documents(

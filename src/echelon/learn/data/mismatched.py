@@ -14,12 +14,12 @@ def mismatch(prompts: Samples, answers: Samples) -> Samples:
     documents = np.full(inputs.shape, -1, dtype=np.int32)
     length = inputs.shape[1]
     for row in range(len(inputs)):
-        place, first, stop = _find_answer(prompts, row)[0], *_find_answer(answers, row)
-        count = min(stop - first, length - place)
-        inputs[row, : place + 1] = prompts.inputs[row, : place + 1]
-        inputs[row, place + 1 : place + count] = answers.inputs[row, first + 1 : first + count]
-        labels[row, place : place + count] = answers.labels[row, first : first + count]
-        documents[row, : place + max(1, count)] = 0
+        start, first, stop = _find_answer(prompts, row)[0], *_find_answer(answers, row)
+        count = min(stop - first, length - start)
+        inputs[row, : start + 1] = prompts.inputs[row, : start + 1]
+        inputs[row, start + 1 : start + count] = answers.inputs[row, first + 1 : first + count]
+        labels[row, start : start + count] = answers.labels[row, first : first + count]
+        documents[row, : start + max(1, count)] = 0
     return Samples(inputs, labels, documents, prompts.apart)
 
 

@@ -112,17 +112,17 @@ class MixtureDataset:
         """Read the samples `[n]`, from any source."""
         sources = np.searchsorted(self._stops, sample_ids, side="right")
         chosen = [np.flatnonzero(sources == source) for source in range(len(self.parts))]
-        found = [
+        by_part = [
             part.read_samples(sample_ids[rows] - (stop - part.num_samples))
             for part, stop, rows in zip(self.parts, self._stops, chosen, strict=True)
         ]
         back = np.argsort(np.concatenate(chosen))
         inputs, labels = (
-            np.concatenate([getattr(samples, name) for samples in found])[back] for name in ("inputs", "labels")
+            np.concatenate([getattr(samples, name) for samples in by_part])[back] for name in ("inputs", "labels")
         )
-        documents = [samples.documents for samples in found if samples.documents is not None]
-        extra = {name: np.concatenate([samples.extra[name] for samples in found])[back] for name in found[0].extra}
-        return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart, extra)
+        documents = [samples.documents for samples in by_part if samples.documents is not None]
+        extra = {name: np.concatenate([samples.extra[name] for samples in by_part])[back] for name in by_part[0].extra}
+        return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, by_part[0].apart, extra)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """Yield the tokens of all sources, one source after the other, in chunks."""

@@ -31,16 +31,16 @@ def best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     assert sizes.size == 0 or (sizes.min() > 0 and sizes.max() <= room), "a sample does not fit"
     packs = np.empty(sizes.size, dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
-    found, counts = np.unique(-sizes, return_counts=True)
+    distinct, counts = np.unique(-sizes, return_counts=True)
     rooms: list[int] = []  # that some pack has left, ascending
     open_packs: dict[int, npt.NDArray[np.int64]] = {}
     num_packs = first = 0
-    for size, count in zip((-found).tolist(), counts.tolist(), strict=True):
+    for size, count in zip((-distinct).tolist(), counts.tolist(), strict=True):
         stop = first + count
         while first < stop:
-            place = bisect_left(rooms, size)
-            if place < len(rooms):
-                left = rooms.pop(place)
+            index = bisect_left(rooms, size)
+            if index < len(rooms):
+                left = rooms.pop(index)
                 candidates = open_packs.pop(left)
             else:
                 left = room
@@ -149,16 +149,16 @@ class PackedDataset:
         documents = np.full(shape, -1, dtype=np.int32)
         good = np.zeros(sample_ids.size, dtype=np.bool_)
         for row, pack in enumerate(sample_ids.tolist()):
-            place = 0
+            start = 0
             for number, (first, length) in enumerate(self._find_documents(pack)):
                 ids, learned = (store.read(first, first + length) for store in (self._tokens, self._targets))
-                positions = slice(place, place + length - 1)
+                positions = slice(start, start + length - 1)
                 inputs[row, positions] = ids[:-1]
                 labels[row, positions] = np.where(learned[1:], ids[1:].astype(np.int64), NO_LABEL)
                 documents[row, positions] = number
                 if self._is_judged:
                     good[row] = learned.max() == GOOD_TARGET
-                place += length - 1
+                start += length - 1
         return Samples(inputs, labels, documents, self._apart, {GOOD: good} if self._is_judged else {})
 
     @cached_property
@@ -178,5 +178,5 @@ class PackedDataset:
         assert 0 <= pack < self.num_samples, f"pack {pack} of {self.num_samples}"
         first = int(self._stops.read(pack - 1, pack)[0]) if pack else 0
         stop = int(self._stops.read(pack, pack + 1)[0])
-        found: list[list[int]] = self._documents.read(2 * first, 2 * stop).reshape(-1, 2).tolist()
-        return found
+        documents: list[list[int]] = self._documents.read(2 * first, 2 * stop).reshape(-1, 2).tolist()
+        return documents

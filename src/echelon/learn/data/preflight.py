@@ -166,23 +166,23 @@ _ANSWERS: dict[Answers, _AnswerRow] = {
 
 
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
-    found = [answers for answers, row in _ANSWERS.items() if formats & row.formats]
+    kinds = [answers for answers, row in _ANSWERS.items() if formats & row.formats]
     if options.answers is not None:
         row = _ANSWERS[options.answers]
         if not formats or formats - row.formats:
             shown = ", ".join(sorted(formats - row.formats)) or "plain text"
             named = [
-                f"{list_objectives(other)} for {_ANSWERS[other].data}" for other in found if other != options.answers
+                f"{list_objectives(other)} for {_ANSWERS[other].data}" for other in kinds if other != options.answers
             ]
             raise ConfigError(
                 f"objective.name={list_objectives(options.answers)} {row.does}, but the data has {shown}; "
                 f"{row.records}, or set objective.name={', '.join(named) or 'causal_lm'}."
             )
-    elif found and not (options.takes_prompts and found == ["prompts"]):
-        row = _ANSWERS[found[0]]
+    elif kinds and not (options.takes_prompts and kinds == ["prompts"]):
+        row = _ANSWERS[kinds[0]]
         raise ConfigError(
             f"objective.name=causal_lm trains on single texts, but the data has {row.data}; set "
-            f"objective.name={list_objectives(found[0])}, or {row.other}."
+            f"objective.name={list_objectives(kinds[0])}, or {row.other}."
         )
     if not formats:
         _refuse_settings_of_conversations(options)
@@ -190,12 +190,12 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
 
 def _refuse_settings_of_conversations(options: InstructionOptions) -> None:
     """Raise ConfigError for a setting that plain text does not have."""
-    given = {
+    settings = {
         "train_on": options.train_on == "last",  # the other values have no effect on plain text
         "system_prompt": options.system_prompt,
         "eot_tokens": options.eot_tokens,
     }
-    for key, is_given in given.items():
+    for key, is_given in settings.items():
         if is_given:
             value = show_value(plain_value(getattr(options, key)))
             raise ConfigError(
@@ -223,8 +223,8 @@ def _choose_template(
     if options.chat_template is not None:
         named = "" if is_template(options.chat_template) else f"={options.chat_template}"
         return load_template(options.chat_template), f"data.chat_template{named}"
-    if (own := own_template(tokenizer)) is not None:
-        return own, "the tokenizer's chat_template"
+    if (template := own_template(tokenizer)) is not None:
+        return template, "the tokenizer's chat_template"
     asking = sorted(formats.intersection(_CONVERSATIONS))
     if asking == ["alpaca"]:
         return NAMED_TEMPLATES["alpaca"].text, "the template alpaca"

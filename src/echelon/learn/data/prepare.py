@@ -160,7 +160,7 @@ def _check_places(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> None:
     if spec.stream is not None:
         for entry in corpus:
             fields = (file.fields for file in entry.files)
-            if any(isinstance(found, ExampleFields) and found.format == PROMPT_FORMAT for found in fields):
+            if any(isinstance(columns, ExampleFields) and columns.format == PROMPT_FORMAT for columns in fields):
                 raise ConfigError(
                     f"{entry.source}: data.stream does not go with prompts, whose records a reward reads at any time; "
                     "remove data.stream, and copy them to this machine if they are at an address."
@@ -357,8 +357,8 @@ def write_folder(
             training = (file for entry in corpus if entry.stream == "train" for file in entry.files)
             chunks = tuple(cut_chunks(training))
             save_plan(partial, StreamPlan(encoding, spec.max_broken_fraction, chunks, options.samples))
-        given = spec.instruction
-        learns_stops = given.answers != "prompts" and not given.scores_texts and not given.takes_prompts
+        settings = spec.instruction
+        learns_stops = settings.answers != "prompts" and not settings.scores_texts and not settings.takes_prompts
         if encoding.instruction is not None and learns_stops:
             check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
         save_settings(partial, spec, None if isinstance(spec.tokenizer, int) else tokenizer)

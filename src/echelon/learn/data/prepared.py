@@ -173,9 +173,9 @@ def open_prepared(
             f"{path} has samples packed into sequences of {rule.sequence_len} tokens, but data.sequence_len="
             f"{sequence_len}; prepare again."
         )
-    wanted = masks_documents(document_mask, rule is not None)
-    streamed = _open_stream(path, sequence_len, wanted, stream)
-    apart = wanted and manifest.shares_sequences if streamed is None else streamed.apart
+    is_masked = masks_documents(document_mask, rule is not None)
+    streamed = _open_stream(path, sequence_len, is_masked, stream)
+    apart = is_masked and manifest.shares_sequences if streamed is None else streamed.apart
     cut = _Cutter(path, manifest, sequence_len, apart)
     validation = tuple(ValidationSet(part.name, cut(part), part.bytes_per_token) for part in manifest.validation)
     if streamed is not None:
@@ -228,7 +228,7 @@ class _Cutter:
             separator = self._manifest.separator if self._apart else None
             return TokenDataset([tokens], self._sequence_len, start=split.start, stop=split.stop, separator=separator)
         targets = self._targets[split.stream]
-        place = (self._path, tokens, targets, split.packs, rule.sequence_len, rule.padding, self._apart)
+        arguments = (self._path, tokens, targets, split.packs, rule.sequence_len, rule.padding, self._apart)
         if split.stream in self._records:
-            return PromptDataset(self._records[split.stream], split.start, *place)
-        return PackedDataset(*place)
+            return PromptDataset(self._records[split.stream], split.start, *arguments)
+        return PackedDataset(*arguments)

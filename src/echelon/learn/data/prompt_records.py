@@ -36,8 +36,8 @@ class Records:
     def read(self, sample: int) -> dict[str, Any]:
         """Return the record of a sample. Raises DataError for one that was altered."""
         start, stop = (int(self._stops[number]) if number >= 0 else 0 for number in (sample - 1, sample))
-        found: dict[str, Any] = json.loads(self._bytes.read(start, stop).tobytes())
-        return found
+        record: dict[str, Any] = json.loads(self._bytes.read(start, stop).tobytes())
+        return record
 
 
 class PromptDataset(PackedDataset):
@@ -61,7 +61,7 @@ def read_prompts(dataset: Dataset, samples: Sequence[int], first: int = 0) -> li
     """Return the prompts of samples, numbered from `first` on. Raises DataError if the data has none."""
     parts = dataset.parts if isinstance(dataset, MixtureDataset) else (dataset,)
     stops = np.cumsum([part.num_samples for part in parts])
-    found = []
+    prompts = []
     for number, sample in enumerate(samples, first):
         source = int(np.searchsorted(stops, sample, side="right"))
         part = parts[source]
@@ -69,5 +69,5 @@ def read_prompts(dataset: Dataset, samples: Sequence[int], first: int = 0) -> li
             raise DataError(
                 "the prepared data has no prompts; name the texts of data.train in the recipe, with a field `prompt`."
             )
-        found.append(part.read_prompt(sample - (int(stops[source]) - part.num_samples), number))
-    return found
+        prompts.append(part.read_prompt(sample - (int(stops[source]) - part.num_samples), number))
+    return prompts

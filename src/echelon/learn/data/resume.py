@@ -97,15 +97,15 @@ class WritingJournal:
         fresh = WritingState([EntryState() for _ in range(num_entries)])
         self.state = _load(folder / PROGRESS_NAME, num_entries) or fresh
         self.digests = DigestSet()
-        known = {PROGRESS_NAME, DIGESTS_NAME} if self.is_resumed else set()
+        listed = {PROGRESS_NAME, DIGESTS_NAME} if self.is_resumed else set()
         for index, entry in enumerate(self.state.entries):
             for stream, sink in entry.sinks.items():
                 for name, part in sink.parts.items():
-                    known.update(shard.file for shard in part.shards)
+                    listed.update(shard.file for shard in part.shards)
                     if part.open_tokens:
-                        known.add(f"{part_prefix(shard_prefix(stream, index), name)}-{len(part.shards):05d}.bin")
+                        listed.add(f"{part_prefix(shard_prefix(stream, index), name)}-{len(part.shards):05d}.bin")
         for path in folder.iterdir():
-            if path.is_file() and path.name not in known:
+            if path.is_file() and path.name not in listed:
                 path.unlink()
         self._stream: BinaryIO = (folder / DIGESTS_NAME).open("a+b")
         self._stream.truncate(self.state.num_digests * DIGEST_BYTES)
@@ -214,8 +214,8 @@ class DigestSet:
         slot = int.from_bytes(digest[:8], "little") & (self._slots - 1)
         while True:
             offset = slot * DIGEST_BYTES
-            found = self._table[offset : offset + DIGEST_BYTES]
-            if found in (digest, _EMPTY):
+            stored = self._table[offset : offset + DIGEST_BYTES]
+            if stored in (digest, _EMPTY):
                 return offset
             slot = (slot + 1) & (self._slots - 1)
 
@@ -226,5 +226,5 @@ class DigestSet:
         for offset in range(0, len(old), DIGEST_BYTES):
             digest = bytes(old[offset : offset + DIGEST_BYTES])
             if digest != _EMPTY:
-                place = self._find(digest)
-                self._table[place : place + DIGEST_BYTES] = digest
+                target = self._find(digest)
+                self._table[target : target + DIGEST_BYTES] = digest

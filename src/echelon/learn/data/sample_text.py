@@ -131,8 +131,8 @@ class ChatTemplate:
     def _find_end(self, text: str, stop: int) -> int:
         """Return the end of a marked answer, including a token of `eot_tokens` that follows it."""
         behind = text[stop:].lstrip()
-        found = next((token for token in self.eot_tokens if behind.startswith(token)), None)
-        return stop if found is None else len(text) - len(behind) + len(found)
+        ending = next((token for token in self.eot_tokens if behind.startswith(token)), None)
+        return stop if ending is None else len(text) - len(behind) + len(ending)
 
     def _all_but(self, conversation: Conversation, text: str, turns: Sequence[int]) -> Spans:
         """Return the spans of everything except the turns that are not trained."""

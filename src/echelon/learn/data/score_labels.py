@@ -40,8 +40,8 @@ def find_label(label: Any, labels: tuple[str, ...]) -> int:
     if isinstance(label, str | int) and not isinstance(label, bool):
         if str(label) in labels:
             return labels.index(str(label))
-        known = [str(number) for number in range(len(labels))]
-        if str(label) in known and not any(name.lstrip("-").isdecimal() for name in labels):
+        numbers = [str(number) for number in range(len(labels))]
+        if str(label) in numbers and not any(name.lstrip("-").isdecimal() for name in labels):
             return int(label)
     shown = ", ".join(labels[:_SHOWN_LABELS]) + (", ..." if len(labels) > _SHOWN_LABELS else "")
     raise ConfigError(

@@ -208,8 +208,8 @@ class TokenStore:
         tokens, unchecked, size = self._maps[index], self._unchecked[index], BLOCK_BYTES // self.dtype.itemsize
         for block in range(start // size, -(-stop // size)):
             if unchecked[block]:
-                found = zlib.crc32(tokens[block * size : (block + 1) * size].data)
-                if f"{found:08x}" != shard.blocks[8 * block : 8 * block + 8]:
+                checksum = zlib.crc32(tokens[block * size : (block + 1) * size].data)
+                if f"{checksum:08x}" != shard.blocks[8 * block : 8 * block + 8]:
                     raise DataError(
                         f"{self._folder / shard.file} was altered: its tokens from {block * size} on do not match the "
                         f"checksum; delete {self._folder} and prepare again."
@@ -343,8 +343,8 @@ def unigram_entropy(datasets: Sequence[Dataset]) -> float:
     """
     counts = np.zeros(0, dtype=np.int64)
     for chunk in itertools.chain.from_iterable(dataset.iter_tokens() for dataset in datasets):
-        found = np.bincount(chunk)
-        counts = np.pad(counts, (0, max(0, found.size - counts.size)))
-        counts[: found.size] += found
+        chunk_counts = np.bincount(chunk)
+        counts = np.pad(counts, (0, max(0, chunk_counts.size - counts.size)))
+        counts[: chunk_counts.size] += chunk_counts
     shares = counts[counts > 0] / max(1, counts.sum())
     return abs(float(-(shares * np.log(shares)).sum()))

@@ -121,12 +121,12 @@ def find_absent(sources: Iterable[Source]) -> Iterator[DataError]:
 
 def _list_objects(source: Source, left_out: LeftOut) -> tuple[SourceFile, ...]:
     """List the objects of an address, with the fields of the first one that has records; it is fetched for that."""
-    found = find_objects(source.path, str(source))
-    is_folder = not glob.has_magic(source.path) and source.path not in found
+    objects = find_objects(source.path, str(source))
+    is_folder = not glob.has_magic(source.path) and source.path not in objects
     files = []
-    for address, info in found.items():
+    for address, info in objects.items():
         path = Path(address)
-        if path.suffix == ".bin" and f"{address[:-4]}.idx" in found:
+        if path.suffix == ".bin" and f"{address[:-4]}.idx" in objects:
             continue  # the .idx represents it
         if not info.size:
             left_out.note("empty files", address)
@@ -135,9 +135,9 @@ def _list_objects(source: Source, left_out: LeftOut) -> tuple[SourceFile, ...]:
         else:
             form = _choose_format(source, path)
             if form == "megatron":
-                address, info = _find_megatron(source, address, found)
-            place = Path(address)
-            files.append(SourceFile(place, address, form, info.size, 0, not is_folder, revision=info.version))
+                address, info = _find_megatron(source, address, objects)
+            data_path = Path(address)
+            files.append(SourceFile(data_path, address, form, info.size, 0, not is_folder, revision=info.version))
     return _settle_objects(source, _check_not_empty(source, _without_indexes(files)))
 
 
@@ -152,11 +152,11 @@ def _find_megatron(source: Source, address: str, found: dict[str, ObjectInfo]) -
 def _list_hub_files(source: Source) -> tuple[SourceFile, ...]:
     """List the files of a split of a dataset of the hub, at its commit."""
     folder, addresses = find_hub_files(source.path, source.split, str(source))
-    found, files = find_objects(folder, str(source)), []
+    objects, files = find_objects(folder, str(source)), []
     for address in addresses:
         path = Path(address)
         guessed = "jsonl" if ".json" in path.suffixes[-2:] else guess_format(path)
-        info = found.get(address)
+        info = objects.get(address)
         if info is None or guessed is None or not has_records(guessed):
             raise DataError(
                 f"{source}: data.stream reads datasets whose repository has .parquet, .jsonl, .json, .csv or .arrow "
@@ -210,8 +210,8 @@ def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFil
 def _list_stdlib(source: Source) -> list[SourceFile]:
     """List the source files of Python's standard library, without its tests."""
     walked = walk(Path(sysconfig.get_path("stdlib")), LeftOut(), partial(_unlistable, source))
-    found = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
-    return [_describe(source, path, name, "text", False) for path, name in found]
+    files = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
+    return [_describe(source, path, name, "text", False) for path, name in files]
 
 
 def _list_matches(source: Source, path: Path) -> list[SourceFile]:
@@ -245,8 +245,8 @@ def _count_folders(folder: str, links: int, known: dict[tuple[str, int], int]) -
     key = os.path.realpath(folder), links
     if key not in known:
         with suppress(OSError), os.scandir(folder) as entries:
-            found = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
-            inner = [(entry.path, links - entry.is_symlink()) for entry in found]
+            folders = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            inner = [(entry.path, links - entry.is_symlink()) for entry in folders]
             known[key] = 1 + sum(_count_folders(path, left, known) for path, left in inner if left >= 0)
     return known.get(key, 1)
 
@@ -370,8 +370,8 @@ def settle_fields(source: NamedFields, files: Sequence[SourceFile]) -> tuple[Sou
 
 def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool:
     """Whether records with these fields are of a supported kind."""
-    known = _own_names(renames, names)
-    return not known.isdisjoint(PLAIN_FIELDS) or recognise_format(known) is not None
+    fields = _own_names(renames, names)
+    return not fields.isdisjoint(PLAIN_FIELDS) or recognise_format(fields) is not None
 
 
 def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields | ExampleFields:
@@ -381,9 +381,9 @@ def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields
         return ExampleFields(source.format, renames)
     if source.records is not None:
         return ExampleFields(source.records, renames)
-    found = None if is_plain else _recognise(source, records)
-    if found is not None:
-        return ExampleFields(found, renames)
+    form = None if is_plain else _recognise(source, records)
+    if form is not None:
+        return ExampleFields(form, renames)
     if not is_plain and renames:
         raise DataError(
             f"{source.key}.fields: with these names, the first record of {records[0].path} does not have the fields of "
@@ -427,10 +427,10 @@ def _find_arrays(source: NamedFields, files: Sequence[SourceFile]) -> Sequence[S
     pairs = list(zip(files, is_json, strict=True))
     if source.format != "auto" or not all(could_be or has_records(file.format) for file, could_be in pairs):
         return files
-    found = []
+    chosen = []
     for file, could_be in pairs:
         array = replace(file, format="json")
         if could_be and is_array(file) and has_known_fields(source.fields, field_names(array)):
             file = array
-        found.append(file)
-    return found
+        chosen.append(file)
+    return chosen

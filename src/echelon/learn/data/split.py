@@ -34,11 +34,11 @@ def divide_streams(
     """
     train = streams["train"]
     if any(record.source.startswith("data.validation") for record in streams["validation"]):
-        given = tuple(
+        validation = tuple(
             HeldOut(record.name, "validation", start, stop, _bytes_per_token((record,)), "sources", record.documents)
             for record, (start, stop) in _places(streams["validation"])
         )
-        return tuple(_whole(group, name, streams) for name, group, _ in _texts(train, by_hash, mixture)), given
+        return tuple(_whole(group, name, streams) for name, group, _ in _texts(train, by_hash, mixture)), validation
     splits, held_out = [], []
     for name, group, hashed in _texts(train, by_hash, mixture):
         split, rest = _hold_out(streams, name, group, fraction, hashed)
@@ -64,7 +64,7 @@ def _hold_out(
     whole = _whole(group, name, streams)
     label = name if name != "train" else "validation"
     keys = {record.source for record in group}
-    chosen = [(record, place) for record, place in _places(streams["validation"]) if record.source in keys]
+    chosen = [(record, span) for record, span in _places(streams["validation"]) if record.source in keys]
     if by_hash and sum(record.size for record, _ in chosen) >= _least(group):
         records = tuple(record for record, _ in chosen)
         documents = sum(record.documents for record in records)
@@ -86,7 +86,7 @@ def _hold_out(
 
 
 def _whole(group: tuple[SourceRecord, ...], name: str, streams: Streams) -> Split:
-    places = {record.source: place for record, place in _places(streams["train"])}
+    places = {record.source: span for record, span in _places(streams["train"])}
     split = Split(name, "train", places[group[0].source][0], places[group[-1].source][1])
     if split.stop - split.start < _least(group):
         raise DataError(
@@ -176,11 +176,11 @@ def _name_set(held_out: HeldOut) -> str:
 
 def _describe_samples(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
     """Yield lines for each source with samples that did not fit or had no targets."""
-    found: dict[str, list[SampleRecord]] = {}
+    by_source: dict[str, list[SampleRecord]] = {}
     for record in (record for records in manifest.streams.values() for record in records):
         if record.labelled is not None:
-            found.setdefault(record.source, []).append(record.labelled)
-    for source, records in found.items():
+            by_source.setdefault(record.source, []).append(record.labelled)
+    for source, records in by_source.items():
         kept, overlong, dropped, lost, unlabelled = (
             sum(getattr(record, name) for record in records)
             for name in ("samples", "num_overlong", "num_dropped", "lost_tokens", "num_unlabelled")

@@ -109,8 +109,8 @@ def _split(sequence: int, samples: Samples) -> Iterator[FedDocument]:
     inputs, labels = samples.inputs[0], samples.labels[0]
     numbers = np.where(labels == NO_LABEL, -1, 0) if samples.documents is None else samples.documents[0]
     for number in range(int(numbers.max()) + 1):
-        own = numbers == number
-        ids, asked = inputs[own], labels[own]
+        mask = numbers == number
+        ids, asked = inputs[mask], labels[mask]
         learned = np.concatenate([[False], asked != NO_LABEL])
         last = asked[-1:] if asked[-1] != NO_LABEL else asked[:0]
         yield FedDocument(sequence, number, np.concatenate([ids, last]), learned[: len(ids) + len(last)])

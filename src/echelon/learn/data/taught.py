@@ -77,8 +77,8 @@ class TaughtRecord:
 
     def folder(self, data: PreparedData) -> Path:
         """The folder of the values."""
-        known = [self.fingerprint, self.top_k, self.temperature, self.sequence_len, self.apart, self.format]
-        return data.path / _FOLDER / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        identity = [self.fingerprint, self.top_k, self.temperature, self.sequence_len, self.apart, self.format]
+        return data.path / _FOLDER / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def fits(self, other: "TaughtRecord") -> bool:
         """Whether both are of the same samples and the same number of tokens, of whatever teacher."""
@@ -213,15 +213,15 @@ class TaughtDataset(Dataset):
         tokens = np.zeros((*samples.labels.shape, top_k), dtype=np.int32)
         scores = np.zeros((*samples.labels.shape, top_k + 1), dtype=np.float32)
         for row, sample in enumerate(sample_ids.tolist()):
-            number, place = divmod(sample, self._record.samples_per_piece)
-            found = self._open(number).read(place)
+            number, index = divmod(sample, self._record.samples_per_piece)
+            values = self._open(number).read(index)
             labelled = samples.labels[row] != NO_LABEL
-            if len(found[0]) != labelled.sum():
+            if len(values[0]) != labelled.sum():
                 raise DataError(
-                    f"{self._folder} has {len(found[0])} targets of a sample with {labelled.sum()}; delete it and "
+                    f"{self._folder} has {len(values[0])} targets of a sample with {labelled.sum()}; delete it and "
                     "prepare the teacher's values again."
                 )
-            tokens[row, labelled], scores[row, labelled] = found
+            tokens[row, labelled], scores[row, labelled] = values
         return replace(samples, extra={**samples.extra, TOKENS: tokens, SCORES: scores})
 
     def _open(self, number: int) -> "_PieceFile":

@@ -66,7 +66,7 @@ def load_template(choice: str) -> str:
 
 def own_template(tokenizer: "PreTrainedTokenizerFast") -> str | None:
     """Return a tokenizer's own template, or the default one if it has several; None if it has none."""
-    found = tokenizer.chat_template
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found or None
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template or None

@@ -153,25 +153,25 @@ class TaskEncoder:
         records = [(span.file, record) for span in task.spans for record in read_records(span, reading)]
         contents = [record.content for _, record in records if isinstance(record, Record)]
         texts = iter(self._encode_all(records, [content for content in contents if isinstance(content, bytes)]))
-        found: list[Piece | Broken | Odd] = []
+        items: list[Piece | Broken | Odd] = []
         for file, record in records:
             if isinstance(record, Broken):
-                found.append(record)
+                items.append(record)
             elif isinstance(record.content, Mapping):
                 try:
                     with self._panics_told(file, record):
-                        found.append(self._make_sample(record, record.content, file))
+                        items.append(self._make_sample(record, record.content, file))
                     odd = find_oddities(self._parse(record.content))
-                    found += [Odd(file, record.position, what) for what in odd]
+                    items += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
-                    found.append(Broken(file, record.position, str(error)))
+                    items.append(Broken(file, record.position, str(error)))
                 except ConfigError as error:  # an error of the template that this record triggers
                     raise ConfigError(f"{name_place(Broken(file, record.position, ''))}: {error}") from None
             else:
                 is_text = isinstance(record.content, bytes)
                 tokens = next(texts) if is_text else self._check(record.content, file)
-                found.append(self._make_piece(record, tokens))
-        return TokenizedTask(found, sum(span.num_bytes for span in task.spans))
+                items.append(self._make_piece(record, tokens))
+        return TokenizedTask(items, sum(span.num_bytes for span in task.spans))
 
     def _encode_all(self, records: list[tuple[SourceFile, Record | Broken]], texts: list[bytes]) -> list[Tokens]:
         """Tokenize the texts of the records, together. Raises DataError, naming the place, if the tokenizer fails."""

@@ -95,7 +95,7 @@ def load_tokenizer(
 
     Raises DataError if it is not found, cannot be read or is not a fast tokenizer, and the errors of `hub.fetch`.
     """
-    path, given = find_folder(path_or_id, trust_remote_code, key), f"{key}={path_or_id}"
+    path, shown = find_folder(path_or_id, trust_remote_code, key), f"{key}={path_or_id}"
     from transformers import AutoTokenizer
 
     try:
@@ -108,11 +108,11 @@ def load_tokenizer(
     except Exception as error:  # tokenizers raises plain Exception, transformers many types
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{given} cannot be loaded from {path}: {reason} Give a folder with tokenizer.json, or a hub id."
+            f"{shown} cannot be loaded from {path}: {reason} Give a folder with tokenizer.json, or a hub id."
         ) from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise DataError(
-            f"{given} is not a fast tokenizer (tokenizer.json), which parallel tokenization needs; convert it "
+            f"{shown} is not a fast tokenizer (tokenizer.json), which parallel tokenization needs; convert it "
             f"with transformers and give the saved folder."
         )
     return tokenizer
@@ -169,10 +169,10 @@ def add_new_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) 
 def describe_known_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> list[str]:
     """Return a line about the tokens of `model.new_tokens` that a tokenizer already has."""
     ids = {token: tokenizer.backend_tokenizer.token_to_id(token) for token in tokens}
-    known = [f"{token} (id {id})" for token, id in ids.items() if id is not None]
-    if not known:
+    existing = [f"{token} (id {id})" for token, id in ids.items() if id is not None]
+    if not existing:
         return []
-    return [f"model.new_tokens: the tokenizer already has {', '.join(known)}; they are trained like new tokens"]
+    return [f"model.new_tokens: the tokenizer already has {', '.join(existing)}; they are trained like new tokens"]
 
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:
@@ -188,10 +188,10 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS)
     is_bytes = tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(build_bytes_tokenizer())
     separator: int | None = None if is_bytes else tokenizer.backend_tokenizer.token_to_id(choice)
     if separator is None:
-        known = ", ".join(str(token) for token in tokenizer.all_special_tokens) or "none"
+        names = ", ".join(str(token) for token in tokenizer.all_special_tokens) or "none"
         raise ConfigError(
             f"data.document_separator={choice} is not a token of the tokenizer{' bytes' if is_bytes else ''}; use eos, "
-            f"null, or one of its tokens (special tokens: {known})."
+            f"null, or one of its tokens (special tokens: {names})."
         )
     return separator
 

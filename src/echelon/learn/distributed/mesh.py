@@ -207,8 +207,8 @@ def _divide_shards(world: DeviceMesh, plan: ParallelPlan) -> DeviceMesh | None:
     sizes = (world["shard"].size() // plan.ep, plan.ep)
     before = ("dp_replicate",) if plan.dp_replicate > 1 else ()
     after = ("tp",) if plan.tp > 1 else ()
-    place = (world.mesh_dim_names or ()).index("shard")  # torch 2.11 takes a number only
-    return world._unflatten(place, sizes, ("efsdp", "ep"))[(*before, "efsdp", "ep", *after)]
+    index = (world.mesh_dim_names or ()).index("shard")  # torch 2.11 takes a number only
+    return world._unflatten(index, sizes, ("efsdp", "ep"))[(*before, "efsdp", "ep", *after)]
 
 
 def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> dist.ProcessGroup:

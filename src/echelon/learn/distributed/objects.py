@@ -22,17 +22,17 @@ def gather_found(find: Callable[[], T], group: dist.ProcessGroup | None) -> list
 
     Raises the first error of a rank on every rank, if it is echelon's.
     """
-    own: T | EchelonError
+    result: T | EchelonError
     try:
-        own = find()
+        result = find()
     except EchelonError as error:
-        own = error
-    found: list[T] = []
-    for value in gather_objects(own, group):
+        result = error
+    results: list[T] = []
+    for value in gather_objects(result, group):
         if isinstance(value, EchelonError):
             raise value
-        found.append(value)
-    return found
+        results.append(value)
+    return results
 
 
 def broadcast_object(value: T, group: dist.ProcessGroup | None, source: int = 0) -> T:
@@ -42,20 +42,20 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None, source: int = 0)
     """
     values: list[Any] = [value]
     dist.broadcast_object_list(values, group=group, group_src=source)
-    found: T = values[0]
-    return found
+    received: T = values[0]
+    return received
 
 
 def agree(find: Callable[[], T]) -> T:
     """Return what rank 0 finds, on every rank. Collective. Raises its error on every rank, if it is echelon's."""
-    found: Any = None
+    result: Any = None
     if dist.get_rank() == 0:
         try:
-            found = find()
+            result = find()
         except EchelonError as error:
-            found = error
-    found = broadcast_object(found, None)
-    if isinstance(found, EchelonError):
-        raise found
-    agreed: T = found
+            result = error
+    result = broadcast_object(result, None)
+    if isinstance(result, EchelonError):
+        raise result
+    agreed: T = result
     return agreed

@@ -18,8 +18,8 @@ def keep_received(tensor: Tensor) -> Tensor:
 
     Selective checkpointing keeps this, so that a repeated pass does not send again.
     """
-    found: Tensor = wait_tensor(tensor)  # type: ignore[no-untyped-call]
-    return found
+    received: Tensor = wait_tensor(tensor)  # type: ignore[no-untyped-call]
+    return received
 
 
 def send_rows(

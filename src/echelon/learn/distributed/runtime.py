@@ -140,8 +140,8 @@ def _find_place_in_group() -> Place:
     from echelon.learn.distributed.objects import gather_objects
 
     rank, machines = dist.get_rank(), gather_objects(platform.node(), None)
-    here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
-    return Place(rank, len(machines), here.index(rank), len(here))
+    machine_ranks = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    return Place(rank, len(machines), machine_ranks.index(rank), len(machine_ranks))
 
 
 def leave_groups() -> None:

@@ -116,10 +116,10 @@ def find_saved(model: Any, adapter: "AdapterConfig") -> dict[str, nn.Module]:
     """
     leaves = {name: module for name, module in model.named_modules() if _has_weights_alone(module)}
     ends = sorted({name.rpartition(".")[2] for name in leaves})
-    for wanted in adapter.modules_to_save:
-        if wanted not in ends:
-            hint = _suggest(wanted, ends)
-            raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {wanted!r}; {hint}")
+    for target in adapter.modules_to_save:
+        if target not in ends:
+            hint = _suggest(target, ends)
+            raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {target!r}; {hint}")
     head = find_score_head(model)
     saved = {
         name: module
@@ -158,9 +158,9 @@ def find_targets(model: nn.Module, adapter: "AdapterConfig") -> dict[str, Any]:
         inside -= {id(module) for module in find_saved(model, adapter).values()}
         return {name: module for name, module in linear.items() if id(module) in inside}
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    for wanted in adapter.target_modules:
-        if wanted not in ends:
-            raise ConfigError(f"adapter.target_modules: {_explain_missing(model, wanted, ends, left_out)}")
+    for target in adapter.target_modules:
+        if target not in ends:
+            raise ConfigError(f"adapter.target_modules: {_explain_missing(model, target, ends, left_out)}")
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in adapter.target_modules}
 
 
@@ -306,10 +306,10 @@ def merged_weight(model: nn.Module, name: str) -> Tensor:
     if leaf == "weight" and hasattr(module, "token_adapter"):
         return module.weight.detach().float()  # type: ignore[no-any-return]
     owner = module.get_base_layer() if isinstance(module, LoraLayer) else module
-    found: Any = getattr(owner, leaf)
-    if isinstance(found, QuantizedExperts):
-        return found.dequantize()
-    tensor: Tensor = found
+    weight: Any = getattr(owner, leaf)
+    if isinstance(weight, QuantizedExperts):
+        return weight.dequantize()
+    tensor: Tensor = weight
     return tensor.detach().float() if isinstance(tensor, nn.Parameter) else tensor
 
 

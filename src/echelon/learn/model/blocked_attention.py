@@ -83,8 +83,8 @@ class _Prefixes(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         dtype, parts = gradients[-1].dtype, []
         for number, block in enumerate(_blocks(gradients[-1].shape[1])):
-            own = [gradient[:, block].float() for gradient in gradients[number:]]
-            parts.append(sum(own[1:], own[0]).to(dtype))
+            grads = [gradient[:, block].float() for gradient in gradients[number:]]
+            parts.append(sum(grads[1:], grads[0]).to(dtype))
         return torch.cat(parts, 1)
 
 

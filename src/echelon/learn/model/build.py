@@ -221,9 +221,9 @@ def _check_labels(config: PretrainedConfig, recipe: Recipe) -> None:
     names = [str(config.id2label[number]) for number in sorted(config.id2label)]
     labels = list(recipe.objective.labels) or ["LABEL_0"]
     if names != labels and names != [f"LABEL_{number}" for number in range(len(labels))]:
-        wanted = f"objective.labels={labels}" if recipe.objective.labels else f"objective.name={recipe.objective.name}"
+        setting = f"objective.labels={labels}" if recipe.objective.labels else f"objective.name={recipe.objective.name}"
         raise ConfigError(
             f"model.checkpoint={recipe.model.checkpoint} is a model that scores texts with the labels {names}, and "
-            f"{wanted} needs {count_noun(len(labels), 'score')}; give the same labels in the same order "
+            f"{setting} needs {count_noun(len(labels), 'score')}; give the same labels in the same order "
             "(objective.name=classification), or the language model that it was made from."
         )

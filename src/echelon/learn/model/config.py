@@ -25,12 +25,12 @@ def build_config(fields: Mapping[str, Any]) -> "PretrainedConfig":
     """
     from transformers import AutoConfig
 
-    given = dict(fields)
-    check_depth(given)
-    model_type = given.pop("model_type")
+    options = dict(fields)
+    check_depth(options)
+    model_type = options.pop("model_type")
     try:
-        config = AutoConfig.for_model(model_type, **given)
-        _refuse_unknown_fields(model_type, given, AutoConfig.for_model(model_type))
+        config = AutoConfig.for_model(model_type, **options)
+        _refuse_unknown_fields(model_type, options, AutoConfig.for_model(model_type))
     except ConfigError:
         raise
     except Exception as error:  # transformers raises many types of exception
@@ -43,10 +43,10 @@ def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: 
     """Refuse misspelt fields: `transformers` accepts any field, so the intended one would silently keep its default."""
     import transformers
 
-    known = {*vars(default), *dir(type(default)), *default.attribute_map, *_OLDER_FIELDS, *_find_read_fields(default)}
+    names = {*vars(default), *dir(type(default)), *default.attribute_map, *_OLDER_FIELDS, *_find_read_fields(default)}
     for name in fields:
-        if name not in known:
-            close = difflib.get_close_matches(name, [key for key in known if not key.startswith("_")], n=1)
+        if name not in names:
+            close = difflib.get_close_matches(name, [key for key in names if not key.startswith("_")], n=1)
             hint = f"did you mean {close[0]}?" if close else "remove it."
             raise ConfigError(
                 f"model.config.{name}={fields[name]!r:.80} is not a field of a {model_type} config in transformers "

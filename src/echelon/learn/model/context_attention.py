@@ -92,8 +92,8 @@ class Context:
         gathered = in_order(self.peers.gather(torch.cat([key, value], -1)), 2)
         keys, values = torch.split(gathered, [key.shape[-1], value.shape[-1]], -1)
         size, results = query.shape[2] // 2, []
-        for place, chunk in enumerate(self.part.chunks):
-            rows, end = slice(place * size, (place + 1) * size), (chunk + 1) * size
+        for index, chunk in enumerate(self.part.chunks):
+            rows, end = slice(index * size, (index + 1) * size), (chunk + 1) * size
             seen = None if mask is None else mask[:, :, rows, :end]
             inputs = (query[:, :, rows], keys[:, :, :end], values[:, :, :end])
             results.append(_attend_masked(self.attention, *inputs, seen, **options))

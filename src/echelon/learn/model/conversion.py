@@ -122,9 +122,9 @@ def conversions_to_files(skeleton: PreTrainedModel, live: Mapping[str, Shape]) -
         _collect(groups, new_name, name, pattern, by_pattern, skeleton, renamings)
     unchanged = [_Group(name, {name: [name]}, None, (), skeleton) for name in live]
     for choice in (groups.values(), unchanged):
-        found = [_describe(converter, live) for converter in choice]
-        if _reads_back(skeleton, found, live):
-            return found
+        conversions = [_describe(converter, live) for converter in choice]
+        if _reads_back(skeleton, conversions, live):
+            return conversions
     raise CheckpointError(
         f"The rules of transformers that rename the weights of a {skeleton.config.model_type} checkpoint cannot be "
         "reversed for this model; install another release of transformers."

@@ -77,16 +77,16 @@ class DequantizedFolder(SafetensorsFolder):
 
     def _collect(self, layout: StoredLayout, headers: Mapping[str, StoredWeight]) -> None:
         """Replace the tensors of this layout with the weights that they store."""
-        found: dict[str, dict[str, str]] = {}
+        groups: dict[str, dict[str, str]] = {}
         for name, header in headers.items():
             is_codes = name.endswith(layout.codes) and not name.endswith((*layout.needed, *layout.optional))
             base = name.removesuffix(layout.codes)
             has_part = header.dtype in layout.dtypes or f"{base}{layout.scales}" in headers
             if is_codes and has_part and name in self._headers:
                 endings = (layout.codes, *layout.needed, *layout.optional)
-                found[base] = {ending: f"{base}{ending}" for ending in endings if f"{base}{ending}" in headers}
-        shapes = self._read_shapes(layout, found)
-        for base, names in found.items():
+                groups[base] = {ending: f"{base}{ending}" for ending in endings if f"{base}{ending}" in headers}
+        shapes = self._read_shapes(layout, groups)
+        for base, names in groups.items():
             parts = {ending: headers[name] for ending, name in names.items()}
             try:
                 packed = self._describe(layout, names, parts, shapes.get(base))
@@ -138,4 +138,4 @@ class _UnfitError(Exception):
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in FLOATING.items() if getattr(torch, known) is dtype)
+    return next(name for name, torch_name in FLOATING.items() if getattr(torch, torch_name) is dtype)

@@ -100,8 +100,8 @@ def _compare(small: PreTrainedModel, method: CpMethod, attention: str, traits: T
         contexts = [Context(_ThreadPeers(rank, exchange), chosen, attention) for rank in range(_SIZE)]
         with ThreadPoolExecutor(_SIZE) as threads:
             run = partial(_run_part, small, traits, packed.tokens, rows, exchange)
-            found = list(threads.map(run, contexts))
-        for context, logits in zip(contexts, found, strict=True):
+            outputs = list(threads.map(run, contexts))
+        for context, logits in zip(contexts, outputs, strict=True):
             if not is_close(logits, context.part.take(expected, 1)):
                 return f"its parts do not compute what {name} do, as with recurrent layers or convolutions"
     return None
@@ -117,11 +117,11 @@ def _run_part(
     context: Context,
 ) -> Tensor:
     """Return the logits of a part, in a thread of its own. `no_grad` holds for one thread."""
-    own, part = copy.deepcopy(small), context.part
-    use_context(own, context)
-    here = part.take(tokens)
+    model, part = copy.deepcopy(small), context.part
+    use_context(model, context)
+    part_tokens = part.take(tokens)
     try:
-        return run_copy(own, here, **divided_inputs(own, context, traits, here, part, *rows))
+        return run_copy(model, part_tokens, **divided_inputs(model, context, traits, part_tokens, part, *rows))
     except Exception:
         exchange.leave()
         raise

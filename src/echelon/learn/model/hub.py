@@ -105,18 +105,18 @@ def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
 
     With `weights` False, weights are not needed yet.
     """
-    found: dict[str, HubModel] = {}
+    models: dict[str, HubModel] = {}
     code, part = recipe.model.trust_remote_code, Part.WEIGHTS if weights else Part.FILES
     if isinstance(recipe.tokenizer, str) and recipe.tokenizer != "bytes" and is_hub_name(recipe.tokenizer):
-        found[recipe.tokenizer] = HubModel(recipe.tokenizer, "tokenizer", Part.FILES, code)
+        models[recipe.tokenizer] = HubModel(recipe.tokenizer, "tokenizer", Part.FILES, code)
     if recipe.model.checkpoint is not None and is_hub_name(recipe.model.checkpoint):
-        found[recipe.model.checkpoint] = HubModel(recipe.model.checkpoint, "model.checkpoint", part, code)
+        models[recipe.model.checkpoint] = HubModel(recipe.model.checkpoint, "model.checkpoint", part, code)
     if recipe.objective.teacher_in_memory and (teacher := recipe.objective.teacher) and is_hub_name(teacher):
-        found[teacher] = HubModel(teacher, "objective.teacher", part, code)
+        models[teacher] = HubModel(teacher, "objective.teacher", part, code)
     for index, reward in enumerate(recipe.reward):
         if (path := reward.model_path) is not None and is_hub_name(path):
-            found[path] = HubModel(path, f"reward.{index}.options.path", part, code)
-    return list(found.values())
+            models[path] = HubModel(path, f"reward.{index}.options.path", part, code)
+    return list(models.values())
 
 
 def find_commits(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
@@ -292,8 +292,8 @@ def fetch(model: HubModel, commit: str | None = None) -> Path:
 
 def _choose_small(model: HubModel, names: Iterable[str]) -> list[str]:
     """Return the files to download other than weights. Raises ConfigError for a repository without a model."""
-    wanted = re.compile(r"config\.json" if model.part is Part.CONFIG else _FILES.pattern)
-    chosen = [name for name in names if wanted.fullmatch(name) or (model.code and name.endswith(".py"))]
+    pattern = re.compile(r"config\.json" if model.part is Part.CONFIG else _FILES.pattern)
+    chosen = [name for name in names if pattern.fullmatch(name) or (model.code and name.endswith(".py"))]
     if model.key != "tokenizer" and "config.json" not in chosen:
         raise ConfigError(f"{model}: its repository on the hub has no config.json; give a model of transformers.")
     if not chosen:

@@ -212,8 +212,8 @@ class _Rows:
 def _continue_rows(rows: _Rows) -> bool:
     """Continue prompts of different lengths token by token."""
     return all(
-        rows.read(rows.cache, (0, 1, 2), [length + place for length in _PROMPTS], 1 if place else None)
-        for place in range(_NEW)
+        rows.read(rows.cache, (0, 1, 2), [length + step for length in _PROMPTS], 1 if step else None)
+        for step in range(_NEW)
     )
 
 
@@ -226,14 +226,14 @@ def _move_rows(rows: _Rows) -> bool:
     is_same &= rows.read(cache, (2, 1, 2), (middle + 1, short + 1, middle + 1))
     is_same &= rows.read(longer, (0,), (long,), None)
     cache.join(longer)
-    for place in (1, 2):
-        ends = (middle + 1 + place, short + 1 + place, middle + 1 + place, long + place)
+    for step in (1, 2):
+        ends = (middle + 1 + step, short + 1 + step, middle + 1 + step, long + step)
         is_same &= rows.read(cache, (2, 1, 2, 0), ends)
     cache.select(torch.tensor([1, 0]))
     is_same &= rows.read(shorter, (1,), (short,), None)
     cache.join(shorter)
-    for place in (1, 2):
-        is_same &= rows.read(cache, (1, 2, 1), (short + 3 + place, middle + 3 + place, short + place))
+    for step in (1, 2):
+        is_same &= rows.read(cache, (1, 2, 1), (short + 3 + step, middle + 3 + step, short + step))
     return is_same
 
 

@@ -47,12 +47,12 @@ def _find_names(key: ConfigKey) -> frozenset[str] | str:
     with undisturbed():
         try:
             small = build_copies(key.others[0], key.config, None, None)[0]
-            found = [_find_in_layer(small, layer) for layer in find_layers(small)]
+            names = [_find_in_layer(small, layer) for layer in find_layers(small)]
         except Exception as error:  # a family may fail in any way
             return f"a small copy of it does not run ({describe_error(error)})"
-    if any(name is None for name in found):
+    if any(name is None for name in names):
         return "a layer has no part that treats each position by itself"
-    return frozenset(name for name in found if name is not None)
+    return frozenset(name for name in names if name is not None)
 
 
 def _find_in_layer(small: PreTrainedModel, layer: nn.Module) -> str | None:
@@ -92,8 +92,8 @@ def _run_in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], num_tiles:
     kept = _Keep.apply(states, *trained)  # type: ignore[no-untyped-call]
     if kept.grad_fn is None:
         return torch.cat([run(tile) for tile in _cut(states, num_tiles)], 1)
-    found: Tensor = _Tiles.apply(run, num_tiles, kept.grad_fn, kept, *trained)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Tiles.apply(run, num_tiles, kept.grad_fn, kept, *trained)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _cut(states: Tensor, num_tiles: int) -> Iterator[Tensor]:
@@ -141,12 +141,12 @@ class _Tiles(torch.autograd.Function):
         parts = _cut(states, ctx.num_tiles), _cut(gradient, ctx.num_tiles), of_states.tensor_split(ctx.num_tiles, 1)
         with _drawn_again(states.device, *ctx.drawn):
             for tile, of_output, of_tile in zip(*parts, strict=True):
-                place = tile.detach().requires_grad_()
+                leaf = tile.detach().requires_grad_()
                 with torch.enable_grad(), ctx.autocast():
-                    output = ctx.run(place)
-                found = torch.autograd.grad(output, [place, *ctx.trained], of_output, allow_unused=True)
-                of_tile.copy_(found[0])
-                for total, part in zip(sums, found[1:], strict=True):
+                    output = ctx.run(leaf)
+                grads = torch.autograd.grad(output, [leaf, *ctx.trained], of_output, allow_unused=True)
+                of_tile.copy_(grads[0])
+                for total, part in zip(sums, grads[1:], strict=True):
                     if part is not None:
                         total.add_(part)
         rounded = (total.to(one.dtype) for total, one in zip(sums, ctx.trained, strict=True))

@@ -34,8 +34,8 @@ def write_model_folder(
 
 def find_stops(config: "PretrainedConfig", learned: Sequence[int]) -> list[int]:
     """Return the ids that stop generation: those that the model was trained to end with, else the config's own."""
-    own = getattr(config, "eos_token_id", None)
-    return list(learned) or ([] if own is None else own if isinstance(own, list) else [own])
+    eos = getattr(config, "eos_token_id", None)
+    return list(learned) or ([] if eos is None else eos if isinstance(eos, list) else [eos])
 
 
 def find_model_dir(source: str) -> str:

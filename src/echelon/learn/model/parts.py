@@ -132,8 +132,8 @@ def vocabulary_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """
     if not scores_texts(model.config):
         return type(model)
-    found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
-    return found
+    causal_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    return causal_class
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:

@@ -96,10 +96,10 @@ class Quantized:
         rows = packed.reshape(math.prod(self.weight_shape[:-1]), -1)
         for parameter, content in ((self.packed, rows), (self.scales, scales)):
             write_part(parameter, content.view(parameter.dtype))
-        place = device if self.weight_code.is_meta else self.weight_code.device
-        self.weight_code = state.code.to(place)
+        code_device = device if self.weight_code.is_meta else self.weight_code.device
+        self.weight_code = state.code.to(code_device)
         if self._num_nested:
-            self.scale_code = state.state2.code.to(place)
+            self.scale_code = state.state2.code.to(code_device)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -211,8 +211,8 @@ def _hide_weights(experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> N
 def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
     """Replace the linear layers in decoder layers on meta with 4-bit ones, except `modules_to_save`."""
     for layer in layers:
-        found = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
-        for name, module in found:
+        linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+        for name, module in linears:
             if name.rpartition(".")[2] in adapter.modules_to_save:
                 continue
             layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))

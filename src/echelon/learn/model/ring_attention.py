@@ -98,8 +98,8 @@ def _attend(
             receive = peers.shift(packed) if turn + 1 < peers.size else None
             block = _find_block(peers, turn, query, first)
             keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
-            found, sums = attend_block(block.of_queries(query), keys, values, block.hides, scale)
-            _merge(block.of_queries(output), block.of_queries(total), found, sums)
+            block_output, sums = attend_block(block.of_queries(query), keys, values, block.hides, scale)
+            _merge(block.of_queries(output), block.of_queries(total), block_output, sums)
             packed = packed if receive is None else receive()
     return output.transpose(1, 2).to(query.dtype).contiguous(), total
 
@@ -127,7 +127,7 @@ def _differentiate(
     """Return the gradients of query, key and value, which are summed in fp32."""
     peers, packed = _RINGS[ring], torch.cat([key, value], -1)
     of_query = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
-    own = of_query.new_zeros(packed.shape)
+    of_packed = of_query.new_zeros(packed.shape)
     receive_sum: Callable[[], Tensor] | None = None
     with torch.autocast(query.device.type, enabled=False):
         for turn in range(peers.size):
@@ -135,16 +135,16 @@ def _differentiate(
             block = _find_block(peers, turn, query, first)
             keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
             result = AttentionResult(*(block.of_queries(tensor) for tensor in (output, total, gradient)))
-            found = differentiate_block(block.of_queries(query), keys, values, block.hides, scale, result)
-            block.of_queries(of_query).add_(found[0])
-            here = own if turn == 0 else torch.zeros_like(own)
-            block.of_keys(here).add_(torch.cat([_summed(part, key) for part in found[1:]], -1))
+            grads = differentiate_block(block.of_queries(query), keys, values, block.hides, scale, result)
+            block.of_queries(of_query).add_(grads[0])
+            turn_sum = of_packed if turn == 0 else torch.zeros_like(of_packed)
+            block.of_keys(turn_sum).add_(torch.cat([_summed(part, key) for part in grads[1:]], -1))
             if turn > 0:  # the ranks before this one have added their part; the last one sends the sum to its owner
-                here = here if receive_sum is None else here.add_(receive_sum())
-                receive_sum = peers.shift(here, stream=1)
+                turn_sum = turn_sum if receive_sum is None else turn_sum.add_(receive_sum())
+                receive_sum = peers.shift(turn_sum, stream=1)
             packed = packed if receive is None else receive()
-    own = own if receive_sum is None else own.add_(receive_sum())
-    parts = torch.split(own, [key.shape[-1], value.shape[-1]], -1)
+    of_packed = of_packed if receive_sum is None else of_packed.add_(receive_sum())
+    parts = torch.split(of_packed, [key.shape[-1], value.shape[-1]], -1)
     of_key, of_value = (part.to(key.dtype).contiguous() for part in parts)
     return of_query.to(query.dtype), of_key, of_value
 
@@ -164,12 +164,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, output, total, first, sinks = ctx.saved_tensors
     by_head = (gradient.transpose(1, 2), query, key, value, output.transpose(1, 2), total)
-    found = _differentiate(*by_head, ctx.scale, ctx.ring, first)
+    grads = _differentiate(*by_head, ctx.scale, ctx.ring, first)
     of_sinks = None
     if sinks is not None:
         shares = (sinks.float()[:, None] - total).exp()
         of_sinks = -(shares * (gradient.float() * output).sum(-1).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
-    return (*found, None, None, None, of_sinks)
+    return (*grads, None, None, None, of_sinks)
 
 
 _attend.register_autograd(_backward, setup_context=_remember)
@@ -241,16 +241,16 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale
         The output, as `query`, and the logarithm of each query's sum of exponentials, [batch, heads, queries], fp32.
     """
     bias, is_causal = _find_bias(query, hides), isinstance(hides, str)
-    found: Any
+    outs: Any
     if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu(
+        outs = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif _is_flash(query, bias):
-        found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
+        outs = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     else:
-        found = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)
-    return found[0], found[1].narrow(2, 0, query.shape[2])
+        outs = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)
+    return outs[0], outs[1].narrow(2, 0, query.shape[2])
 
 
 class AttentionResult(NamedTuple):
@@ -268,25 +268,25 @@ def differentiate_block(
     bias, is_causal = _find_bias(query, hides), isinstance(hides, str)
     output, sums, gradient = result
     tensors = (gradient, query, key, value)
-    found: Any
+    grads: Any
     if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, output, sums, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     else:
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, of which there is none
         if _is_flash(query, bias):
             lengths = (None, None, query.shape[2], key.shape[2])
-            found = aten._scaled_dot_product_flash_attention_backward(
+            grads = aten._scaled_dot_product_flash_attention_backward(
                 *tensors, output, sums.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
             )
         else:
             padded = pad(sums, (0, -sums.shape[2] % _SUMS_ALIGNED), value=torch.inf)
-            wanted = [True, True, True, False]
-            found = aten._scaled_dot_product_efficient_attention_backward(
-                *tensors, bias, output, padded, seed, seed, 0.0, wanted, is_causal, scale=scale
+            output_mask = [True, True, True, False]
+            grads = aten._scaled_dot_product_efficient_attention_backward(
+                *tensors, bias, output, padded, seed, seed, 0.0, output_mask, is_causal, scale=scale
             )
-    return found[0], found[1], found[2]
+    return grads[0], grads[1], grads[2]
 
 
 def _is_flash(query: Tensor, bias: Tensor | None) -> bool:

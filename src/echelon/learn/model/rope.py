@@ -36,16 +36,16 @@ def scale_positions(config: "PretrainedConfig", recipe: Recipe) -> None:
     if rope is None:
         return
     check_full_sequences(recipe)
-    given = {key: float(value) if type(value) is int and key != _LENGTH else value for key, value in rope.items()}
+    fields = {key: float(value) if type(value) is int and key != _LENGTH else value for key, value in rope.items()}
     kind, text = rope["rope_type"], config.get_text_config(decoder=True)
     table = _find_table(text, f"model.rope.rope_type={kind}")
-    original = int(given.pop(_LENGTH, None) or _find_unscaled(text, table, kind))
-    reach = _find_reach(recipe, original, given["factor"])
+    original = int(fields.pop(_LENGTH, None) or _find_unscaled(text, table, kind))
+    reach = _find_reach(recipe, original, fields["factor"])
     if kind in ("yarn", "llama3") or _LENGTH in table:  # Ministral 3 reads it with any type
-        given[_LENGTH] = original
+        fields[_LENGTH] = original
     unscaled = {key: value for key, value in table.items() if key not in _SCALE}
     table.clear()
-    table |= unscaled | {key: value for key, value in given.items() if value is not None}
+    table |= unscaled | {key: value for key, value in fields.items() if value is not None}
     text.max_position_embeddings = original if kind == "dynamic" else reach
     if hasattr(text, _LENGTH):  # Phi-3 has it here, and transformers prefers it
         setattr(text, _LENGTH, original)
@@ -126,16 +126,16 @@ def check_full_sequences(recipe: Recipe, are_apart: bool = False) -> None:
 
 def _find_table(text: "PretrainedConfig", named: str) -> dict[str, Any]:
     """Return the rotary parameters of a config, or of its layers with full attention. Raises ConfigError."""
-    found = getattr(text, "rope_parameters", None) or {}
-    has, nested = "no rotary positions", [kind for kind, value in found.items() if isinstance(value, dict)]
+    parameters = getattr(text, "rope_parameters", None) or {}
+    has, nested = "no rotary positions", [kind for kind, value in parameters.items() if isinstance(value, dict)]
     if nested:
-        found = found.get("full_attention") or {}
+        parameters = parameters.get("full_attention") or {}
         has = f"rotary positions in {' and '.join(nested)} alone"
-    kind = found.get("rope_type") if hasattr(text, "max_position_embeddings") else None
+    kind = parameters.get("rope_type") if hasattr(text, "max_position_embeddings") else None
     if kind not in ("default", *ROPE_TYPES):
         has = has if kind is None else f"rotary positions of the type {kind}"
         raise ConfigError(f"{named}: a {text.model_type} model has {has}, which cannot be scaled; remove model.rope.")
-    table: dict[str, Any] = found
+    table: dict[str, Any] = parameters
     return table
 
 

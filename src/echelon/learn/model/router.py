@@ -149,8 +149,8 @@ class RouterTap:
     def __init__(self, model: Any, routers: Sequence[Router]) -> None:
         """`model`: the whole model, or a pipeline stage with some of the routers."""
         modules = dict(model.named_modules())
-        self._places = [place for place, router in enumerate(routers) if router.name in modules]
-        self.routers = tuple(routers[place] for place in self._places)
+        self._places = [index for index, router in enumerate(routers) if router.name in modules]
+        self.routers = tuple(routers[index] for index in self._places)
         self.num_routers = len(routers)
         """Those of the whole model."""
         self._modules = {router.name: modules[router.name] for router in self.routers}
@@ -197,8 +197,8 @@ class RouterTap:
             logits: of each router here, [batch * seq, experts].
         """
         counts = sequences.fed.new_zeros(self.num_routers, self._num_experts)
-        for place, router, scores in zip(self._places, self.routers, logits, strict=True):
-            counts[place] = count_chosen(scores, router, sequences)
+        for index, router, scores in zip(self._places, self.routers, logits, strict=True):
+            counts[index] = count_chosen(scores, router, sequences)
         self._expert_tokens = counts if self._expert_tokens is None else self._expert_tokens + counts
 
     def take_expert_tokens(self, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ class SafetensorsFolder:
 
     def read_headers(self) -> dict[str, StoredWeight]:
         """Return what the headers say of each tensor. Raises CheckpointError, like every method that reads."""
-        found: dict[str, StoredWeight] = {}
+        headers: dict[str, StoredWeight] = {}
         groups: dict[Path, list[str]] = {}
         for name, path in self.files.items():
             groups.setdefault(path, []).append(name)
@@ -65,15 +65,15 @@ class SafetensorsFolder:
             with _opened(path, "np") as file:
                 for name in names:
                     stored = file.get_slice(name)
-                    found[name] = StoredWeight(path, tuple(stored.get_shape()), stored.get_dtype())
-        return found
+                    headers[name] = StoredWeight(path, tuple(stored.get_shape()), stored.get_dtype())
+        return headers
 
     def find_dtype(self) -> "torch.dtype":
         """Return the dtype of the first weight that is stored as floating-point numbers; fp32 if there is none."""
         import torch
 
-        found = (FLOATING[header.dtype] for header in self.read_headers().values() if header.dtype in FLOATING)
-        dtype: torch.dtype = getattr(torch, next(found, "float32"))
+        dtypes = (FLOATING[header.dtype] for header in self.read_headers().values() if header.dtype in FLOATING)
+        dtype: torch.dtype = getattr(torch, next(dtypes, "float32"))
         return dtype
 
     def read(self, name: str, block: tuple[slice, ...]) -> "Tensor":

@@ -46,8 +46,8 @@ def _places_of_dim(tensor: DTensor, dim: int) -> slice | Tensor:
 
 def take(whole: Tensor, places: Places) -> Tensor:
     """Return the part of a full tensor at these indices."""
-    for dim, place in enumerate(places):
-        whole = whole[(slice(None),) * dim + (place,)]
+    for dim, index in enumerate(places):
+        whole = whole[(slice(None),) * dim + (index,)]
     return whole
 
 

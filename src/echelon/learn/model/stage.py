@@ -128,9 +128,9 @@ def cut(model: nn.Module, ranges: Collection[StageRange], ends: Ends) -> None:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, Absent())
     layers = find_layers(model)
-    for place in range(len(layers)):
-        if not any(stage.first <= place < stage.stop for stage in ranges):
-            layers[place] = Absent()
+    for index in range(len(layers)):
+        if not any(stage.first <= index < stage.stop for stage in ranges):
+            layers[index] = Absent()
 
 
 def view_stage(model: PreTrainedModel, stage: StageRange, ends: Ends) -> PreTrainedModel:
@@ -226,7 +226,7 @@ def _observe_ends(model: PreTrainedModel) -> Ends:
     outside = [name for name, module, inside in weight_groups(model) if not inside and _has_weights(module)]
     if any(not name or f"{path}.".startswith(f"{name}.") for name in outside):
         raise ValueError("a weight belongs to no module outside the layers")
-    calls = _record_calls(model, [*outside, *(f"{path}.{place}" for place in range(len(layers)))])
+    calls = _record_calls(model, [*outside, *(f"{path}.{index}" for index in range(len(layers)))])
     first, last = calls.index(f"{path}.0"), calls.index(f"{path}.{len(layers) - 1}")
     front, back = frozenset(calls[:first]), frozenset(calls[last + 1 :])
     if front & back or front | back != set(outside):

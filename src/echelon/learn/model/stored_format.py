@@ -96,7 +96,7 @@ def find_stored_format(source: str, fields: Mapping[str, Any]) -> StoredFormat |
         ) from error
     text = fields.get("text_config")
     places = (fields, text) if isinstance(text, Mapping) else (fields,)
-    named = [str(place.get("dtype") or place.get("torch_dtype")).removeprefix("torch.") for place in places]
+    named = [str(section.get("dtype") or section.get("torch_dtype")).removeprefix("torch.") for section in places]
     dtype = next((name for name in named if name in _DTYPES), "bfloat16")
     return StoredFormat(method, schemes, dtype)
 
@@ -105,10 +105,10 @@ def find_settings(fields: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the key of config.json with the settings of quantized weights, and its value; None if there is none."""
     text = fields.get("text_config")
     places = {"": fields} | ({"text_config.": text} if isinstance(text, Mapping) else {})
-    for prefix, place in places.items():
+    for prefix, section in places.items():
         for key in QUANTIZATION_KEYS:
-            if place.get(key):
-                return f"{prefix}{key}", place[key]
+            if section.get(key):
+                return f"{prefix}{key}", section[key]
     return QUANTIZATION_KEYS[0], None
 
 
@@ -215,8 +215,8 @@ def _read_config_group(settings: Mapping[str, Any], where: str, group: object) -
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     is_packed = layout == "pack-quantized"
     if (kind, bits) not in (("float", 8), ("int", 8)) and not (is_packed and kind == "int" and bits in range(1, 9)):
-        wanted = "int of 1 to 8 bits" if is_packed else "int or float of 8 bits"
-        raise _UnreadableError(f"{where}.weights", f"{kind} of {bits} bits", wanted)
+        possible = "int of 1 to 8 bits" if is_packed else "int or float of 8 bits"
+        raise _UnreadableError(f"{where}.weights", f"{kind} of {bits} bits", possible)
     block = _read_strategy(weights, f"{where}.weights")
     return Scheme(bits, block, has_zeros=not weights.get("symmetric", True))
 

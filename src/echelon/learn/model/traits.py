@@ -132,8 +132,8 @@ def _find_traits(key: ConfigKey) -> Traits:
             )
         mask, obstacle = _find_mask(copies[0], attention)
         skips = attention in ("sdpa", VARLEN) and _is_same_without_mask(copies[0], attention)
-        found = [_find_arithmetic(copy, key.config) for copy in copies]
-        return Traits(mask, obstacle, found[0] if found[0] == found[-1] else None, skips)
+        arithmetics = [_find_arithmetic(copy, key.config) for copy in copies]
+        return Traits(mask, obstacle, arithmetics[0] if arithmetics[0] == arithmetics[-1] else None, skips)
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def _find_mask(model: PreTrainedModel, attention: str | None) -> tuple[MaskForm 
         return None, f"model.attn_implementation={attention} takes no such mask; remove that key"
     packed = pack_documents(model)
     try:
-        alone = {place: run_copy(model, tokens[None])[0] for place, tokens in packed.cut(packed.tokens).items()}
+        alone = {document: run_copy(model, tokens[None])[0] for document, tokens in packed.cut(packed.tokens).items()}
     except Exception as error:  # transformers raises many types of exception
         return None, f"its forward pass fails ({describe_error(error)})"
     for form in forms:
@@ -304,9 +304,9 @@ def _find_fault(
         before, after = (packed.cut(run_copy(model, tokens, **inputs)) for tokens in (packed.tokens, packed.changed))
     except Exception as error:  # a model may refuse a mask in any way
         return 0, f"its forward pass takes no such mask ({describe_error(error)})"
-    if not all(torch.equal(before[place], after[place]) for place in alone if place not in _CHANGED):
+    if not all(torch.equal(before[document], after[document]) for document in alone if document not in _CHANGED):
         return 1, "a document changes what the model computes for the documents after it, whatever the mask"
-    if not all(is_close(before[place], alone[place]) for place in alone):
+    if not all(is_close(before[document], alone[document]) for document in alone):
         return 2, "after another document it does not compute what it computes for the document alone"
     return None
 
@@ -354,10 +354,10 @@ def _find_arithmetic(model: PreTrainedModel, config: PretrainedConfig) -> HeadAr
         return None
     if raw.shape != expected.shape:
         return None
-    found = (
+    matches = (
         arithmetic for arithmetic in _arithmetics(model.config, config) if is_close(arithmetic.apply(raw), expected)
     )
-    return next(found, None)
+    return next(matches, None)
 
 
 def _arithmetics(small: PretrainedConfig, config: PretrainedConfig) -> Iterator[HeadArithmetic]:

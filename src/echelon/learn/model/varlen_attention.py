@@ -134,14 +134,14 @@ def find_error(
         query, key, value = exact
         expected = (reference or _attend_masked)(query, key, value, starts, window, width**-0.5)
         try:
-            found = attend(*inputs, starts, window, width**-0.5)
-            pairs = [(found.float(), expected)]
-            grads = torch.autograd.grad((found.float() * gradient).sum(), inputs)
+            output = attend(*inputs, starts, window, width**-0.5)
+            pairs = [(output.float(), expected)]
+            grads = torch.autograd.grad((output.float() * gradient).sum(), inputs)
         except Exception:  # a release may lack an argument, a device a kernel
             return float("inf")
         exact_grads = torch.autograd.grad((expected * gradient).sum(), exact)
         pairs += [(grad.float(), other) for grad, other in zip(grads, exact_grads, strict=True)]
-        errors += [((own - other).norm() / other.norm()).item() for own, other in pairs]
+        errors += [((actual - other).norm() / other.norm()).item() for actual, other in pairs]
     return max(errors)
 
 

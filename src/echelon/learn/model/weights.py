@@ -40,7 +40,7 @@ class WeightPlace:
         """The slices that `take` cuts out of the full weight; None if this rank's part is not one block."""
         if self.quantized is not None:
             return (slice(None),) * len(self.shape)
-        slices = tuple(place for place in local_places(self.tensor) if isinstance(place, slice))
+        slices = tuple(index for index in local_places(self.tensor) if isinstance(index, slice))
         return slices if len(slices) == self.tensor.ndim else None
 
     def take(self, whole: Tensor) -> Tensor:

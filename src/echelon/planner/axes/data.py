@@ -110,8 +110,8 @@ def name_strategy(plan: ParallelPlan, divided: list[str]) -> str:
     replicates, shards = plan.dp_replicate > 1, plan.dp_shard > 1
     if divided:
         data = ["hsdp" if replicates else "fsdp"] if shards else ["ddp"] if replicates else []
-        place = 1 if plan.stages else 0
-        return "+".join([*divided[:place], *data, *divided[place:]])
+        index = 1 if plan.stages else 0
+        return "+".join([*divided[:index], *data, *divided[index:]])
     switches = (plan.reshard_after_forward, plan.reduce_gradients)
     if not shards:
         return "ddp" if switches == (False, "last") else "custom"

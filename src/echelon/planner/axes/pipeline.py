@@ -88,14 +88,14 @@ class _Pipeline(Axis):
         # nearest size that fits.
         if plan.schedule is None:
             return sizes
-        given, wanted = recipe.train.micro_batch_size, getattr(recipe.parallel, "microbatches", None)
+        batch, count = recipe.train.micro_batch_size, getattr(recipe.parallel, "microbatches", None)
         shares = [-(-size // plan.num_readers) for size in recipe.batches.sizes]
-        if wanted is not None and given != "auto":
+        if count is not None and batch != "auto":
             raise ConfigError(
-                f"parallel.microbatches={wanted} and train.micro_batch_size={given} both divide a step; remove one."
+                f"parallel.microbatches={count} and train.micro_batch_size={batch} both divide a step; remove one."
             )
-        if wanted is not None and not fill:
-            sizes = [_divide_shares(shares, wanted)]
+        if count is not None and not fill:
+            sizes = [_divide_shares(shares, count)]
         fitting = _keep_fitting(plan, shares, sizes)
         enough = [size for size in fitting if min(shares) // size >= WANTED_MICROBATCHES * plan.pp]
         return enough or fitting[-1:]
@@ -183,7 +183,7 @@ def balance_layers(num_layers: int, count: int, last_cost: float) -> tuple[int, 
 
     last = min(range(1, num_layers - count + 2), key=lambda size: (slowest(size), -size))
     least, more = divmod(num_layers - last, count - 1)
-    return (*(least + (place >= count - 1 - more) for place in range(count - 1)), last)
+    return (*(least + (stage >= count - 1 - more) for stage in range(count - 1)), last)
 
 
 def _divide_shares(shares: Sequence[int], wanted: int) -> int:

@@ -162,9 +162,9 @@ def _run(actions: Sequence[tuple[int, int, int]], shares: Sequence[float], num_r
     """The time at which the last action is done."""
     taken = _list_times(shares)
     clock, done = [0.0] * num_ranks, [0.0]
-    for rank, needed, place in actions:
+    for rank, needed, index in actions:
         start, ready = clock[rank], done[needed]
-        clock[rank] = end = (ready if ready > start else start) + taken[place]
+        clock[rank] = end = (ready if ready > start else start) + taken[index]
         done.append(end)
     return max(clock)
 
@@ -177,7 +177,7 @@ def _run_shared(
     queues: list[list[int]] = [[] for _ in range(num_ranks)]
     for number in range(len(actions), 0, -1):
         queues[actions[number - 1][0]].append(number)
-    left = [taken[place] for _, _, place in actions]
+    left = [taken[index] for _, _, index in actions]
     while any(queues):
         first = [queue[-1] for queue in queues if queue]
         active = [number for number in first if done[actions[number - 1][1]]]

@@ -133,7 +133,7 @@ def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
     if match is None:
         raise PlanError(f"devices={text!r} is not COUNTxNAME; write it like 8xH100 or 2xcpu.")
     count, name = int(match[1]), re.sub(r"[\s_]", "", match[2]).lower()
-    by_key = {known.lower(): accelerator for known, accelerator in ACCELERATORS.items()}
+    by_key = {full_name.lower(): accelerator for full_name, accelerator in ACCELERATORS.items()}
     if name not in by_key:
         longer = [key for key in by_key if key.startswith(name)]
         close = [by_key[key].name for key in longer or difflib.get_close_matches(name, by_key, n=2)]
@@ -145,8 +145,8 @@ def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
     if accelerator.name == "cpu":
         return Cluster(accelerator, count, count, "cpu")
     local = min(count, devices_per_node)
-    given = parse_links(links, accelerator.name, local) if links else None
-    return Cluster(accelerator, count, local, "cuda", links=given)
+    parsed = parse_links(links, accelerator.name, local) if links else None
+    return Cluster(accelerator, count, local, "cuda", links=parsed)
 
 
 def find_accelerator(device_name: str, memory_bytes: int) -> Accelerator | None:

@@ -126,11 +126,11 @@ class Calibration:
 
 def describe_machine() -> dict[str, str]:
     """This machine and the versions that its speed depends on, without importing torch."""
-    found = re.search(r"^model name\s*:\s*(.+)$", read_system_file("/proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", read_system_file("/proc/cpuinfo"), re.MULTILINE)
     gpus = sorted(_read_gpu(path) for path in _GPUS.iterdir()) if _GPUS.is_dir() else []
     return {
         "host": platform.node(),
-        "processor": found[1] if found else platform.machine(),
+        "processor": match[1] if match else platform.machine(),
         "cores": str(num_cores()),
         "gpus": ", ".join(gpus),
         "python": platform.python_version(),
@@ -139,8 +139,8 @@ def describe_machine() -> dict[str, str]:
 
 
 def _read_gpu(folder: Path) -> str:
-    found = re.search(r"^Model:\s*(.+)$", read_system_file(str(folder / "information")), re.MULTILINE)
-    return found[1].strip() if found else folder.name
+    match = re.search(r"^Model:\s*(.+)$", read_system_file(str(folder / "information")), re.MULTILINE)
+    return match[1].strip() if match else folder.name
 
 
 def _find_version(package: str) -> str:
@@ -167,7 +167,7 @@ def store_calibration(cache_dir: Path, calibration: Calibration) -> Path:
 def find_calibration(cache_dir: Path) -> Calibration | None:
     """That of this machine as it is now; None if there is none, or if its file cannot be read."""
     try:
-        found = read_as(calibration_path(cache_dir), Calibration)
+        calibration = read_as(calibration_path(cache_dir), Calibration)
     except (OSError, ValueError):
         return None
-    return found if found.machine == describe_machine() else None
+    return calibration if calibration.machine == describe_machine() else None

@@ -33,8 +33,8 @@ def detect_cluster(num_processes: int) -> Cluster:
 
     Raises ConfigError when there are fewer GPUs than processes.
     """
-    if (known := find_calibrated_cpu()) is not None:
-        return calibrated_cluster(known, num_processes, num_processes)
+    if (calibration := find_calibrated_cpu()) is not None:
+        return calibrated_cluster(calibration, num_processes, num_processes)
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else num_processes
@@ -52,8 +52,8 @@ def detect_launched_cluster(place: Place) -> Cluster:
 
 def find_calibrated_cpu() -> Calibration | None:
     """The calibration of this machine, if it is one without GPUs that was calibrated: torch need not be imported."""
-    found = find_calibration(find_cache_dir())
-    return found if found is not None and found.is_cpu and not found.machine["gpus"] else None
+    calibration = find_calibration(find_cache_dir())
+    return calibration if calibration is not None and calibration.is_cpu and not calibration.machine["gpus"] else None
 
 
 def calibrated_cluster(known: Calibration, num_devices: int, devices_per_node: int) -> Cluster:
@@ -78,16 +78,16 @@ def use_calibration(cluster: Cluster) -> Cluster:
 
     Links that were given are kept.
     """
-    known = find_calibration(find_cache_dir())
-    if known is None or known.is_cpu != (cluster.kind == "cpu"):
+    calibration = find_calibration(find_cache_dir())
+    if calibration is None or calibration.is_cpu != (cluster.kind == "cpu"):
         return cluster
-    if known.is_cpu:
-        return calibrated_cluster(known, cluster.num_devices, cluster.devices_per_node)
-    same = find_accelerator(known.device, cluster.accelerator.memory_bytes or 0)
-    if cluster.accelerator.name not in (known.device, None if same is None else same.name):
+    if calibration.is_cpu:
+        return calibrated_cluster(calibration, cluster.num_devices, cluster.devices_per_node)
+    same = find_accelerator(calibration.device, cluster.accelerator.memory_bytes or 0)
+    if cluster.accelerator.name not in (calibration.device, None if same is None else same.name):
         return cluster
-    links = known.links(cluster.devices_per_node) if cluster.links is None else cluster.links
-    return replace(cluster, links=links, calibration=known)
+    links = calibration.links(cluster.devices_per_node) if cluster.links is None else cluster.links
+    return replace(cluster, links=links, calibration=calibration)
 
 
 def describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
@@ -100,8 +100,8 @@ def describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
         return use_calibration(
             Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16, float8_supported=has_float8)
         )
-    if (known := find_calibrated_cpu()) is not None:
-        return calibrated_cluster(known, num_devices, devices_per_node)
+    if (calibration := find_calibrated_cpu()) is not None:
+        return calibrated_cluster(calibration, num_devices, devices_per_node)
     cpu = _describe_cpu(devices_per_node)
     return Cluster(cpu, num_devices, devices_per_node, "cpu", can_compile=has_compiler())
 
@@ -117,17 +117,17 @@ def _describe_gpu() -> Accelerator:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    known = find_accelerator(properties.name, properties.total_memory)
-    if known is None:
+    accelerator = find_accelerator(properties.name, properties.total_memory)
+    if accelerator is None:
         rates = _measure_in_child()
         return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
     return Accelerator(
-        known.name,
+        accelerator.name,
         properties.total_memory,
-        known.bf16_flops,
-        known.fp32_flops,
-        known.memory_bandwidth,
-        f"{known.source}; memory as the driver reports it",
+        accelerator.bf16_flops,
+        accelerator.fp32_flops,
+        accelerator.memory_bandwidth,
+        f"{accelerator.source}; memory as the driver reports it",
     )
 
 
@@ -186,10 +186,10 @@ def time_on_a_core(works: Sequence[Callable[[], object]]) -> list[float]:
     torch.set_num_threads(1)
     try:
         for _ in range(_TURNS):
-            for place, work in enumerate(works):
+            for index, work in enumerate(works):
                 started = time.thread_time()
                 work()
-                best[place] = min(best[place], time.thread_time() - started)
+                best[index] = min(best[index], time.thread_time() - started)
     finally:
         torch.set_num_threads(threads)
     return best
@@ -204,8 +204,8 @@ def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
 
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        known = find_accelerator(properties.name, properties.total_memory)
-        peak = None if known is None else known.peak_flops(compute_dtype)
+        accelerator = find_accelerator(properties.name, properties.total_memory)
+        peak = None if accelerator is None else accelerator.peak_flops(compute_dtype)
         if peak is not None:
             return peak
     return measure_matmul_flops(compute_dtype)

@@ -58,9 +58,9 @@ def explain_no_efa(env: Mapping[str, str]) -> str | None:
 def find_plugin(env: Mapping[str, str]) -> Path | None:
     """The plugin that NCCL loads for its network; None if the dynamic linker would not find one."""
     root = find_system_root()
-    given = env.get("NCCL_NET_PLUGIN", "")
-    if "/" in given and (root / given.lstrip("/")).is_file():
-        return root / given.lstrip("/")
+    plugin = env.get("NCCL_NET_PLUGIN", "")
+    if "/" in plugin and (root / plugin.lstrip("/")).is_file():
+        return root / plugin.lstrip("/")
     paths = [entry for entry in env.get("LD_LIBRARY_PATH", "").split(":") if entry]
     for file in [*(root / "etc/ld.so.conf.d").glob("*.conf"), root / "etc/ld.so.conf"]:
         paths += [line for line in read_system_file(str(file)).splitlines() if line.startswith("/")]

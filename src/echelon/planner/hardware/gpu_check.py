@@ -90,9 +90,9 @@ def explain_missing(needed: int) -> str | None:
     if hip := getattr(torch.version, "hip", None):
         build = f"ROCm {hip}"
     seen = f"torch sees {visible or 'none'}"
-    found = "no NVIDIA driver was found" if driver is None else f"the NVIDIA driver is {driver}"
+    state = "no NVIDIA driver was found" if driver is None else f"the NVIDIA driver is {driver}"
     cause = _explain_some_missing() if visible else _explain_none(driver)
-    return f"{seen}; {found}, and torch {torch.__version__} is built for {build}. {cause}"
+    return f"{seen}; {state}, and torch {torch.__version__} is built for {build}. {cause}"
 
 
 def count_expected(needed: AskedGpus | None) -> int:
@@ -123,8 +123,8 @@ def count_installed() -> int:
 
 def read_driver() -> str | None:
     """The version of the NVIDIA driver of this machine's kernel; None if it is not loaded."""
-    found = _MODULE.search(read_system_file(str(find_system_root() / "proc/driver/nvidia/version")))
-    return found[1] if found else None
+    match = _MODULE.search(read_system_file(str(find_system_root() / "proc/driver/nvidia/version")))
+    return match[1] if match else None
 
 
 def find_compat(env: Mapping[str, str]) -> Compat | None:
@@ -214,8 +214,8 @@ def _read_cuda_build() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    found = re.search(r"^cuda\b.*= *'([\d.]+)'", read_system_file(str(Path(spec.origin).with_name("version.py"))), re.M)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b.*= *'([\d.]+)'", read_system_file(str(Path(spec.origin).with_name("version.py"))), re.M)
+    return match[1] if match else None
 
 
 def _number(count: int) -> str:

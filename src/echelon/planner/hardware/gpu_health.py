@@ -63,8 +63,8 @@ def _examine(nvml: Any) -> GpuHealth:
     slowdowns: list[str] = []
     names: dict[str, str] = {}
     links: dict[str, int] = {}
-    for place, index in _find_visible(nvml):
-        name = f"GPU {place}"
+    for ordinal, index in _find_visible(nvml):
+        name = f"GPU {ordinal}"
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             names[_find_bus(nvml.nvmlDeviceGetPciInfo(handle).busId)] = name
@@ -139,12 +139,12 @@ def _find_xids(names: Mapping[str, str]) -> list[tuple[str, int]]:
 
     `names`: by place on the bus. Empty where the log may not be read, as in most containers.
     """
-    found: dict[tuple[str, int], None] = {}
+    errors: dict[tuple[str, int], None] = {}
     for microseconds, bus, number in _XID.findall(_read_kernel_log()):
         is_recent = time.monotonic() - int(microseconds) / 1e6 < _RECENT_SECONDS
         if is_recent and int(number) in _SERIOUS_XIDS and (name := names.get(_find_bus(bus))) is not None:
-            found[name, int(number)] = None
-    return list(found)
+            errors[name, int(number)] = None
+    return list(errors)
 
 
 def _find_bus(text: str | bytes) -> str:

@@ -54,11 +54,11 @@ def examine_health(num_processes: int, folder: Path) -> Health:
             f"{render_bytes(free)} of memory are free, and {num_processes} processes need {render_bytes(needed)} to "
             "start; end other programs"
         )
-    for place in (folder, Path(tempfile.gettempdir())):
-        while not place.exists():
-            place = place.parent
-        if (left := shutil.disk_usage(place).free) < _LEAST_DISK:
-            faults.append(f"{render_bytes(left)} are free at {place}; free some space")
+    for path in (folder, Path(tempfile.gettempdir())):
+        while not path.exists():
+            path = path.parent
+        if (left := shutil.disk_usage(path).free) < _LEAST_DISK:
+            faults.append(f"{render_bytes(left)} are free at {path}; free some space")
     return Health(tuple(dict.fromkeys(faults)), gpus.slowdowns, measure_rates())
 
 

@@ -138,17 +138,17 @@ def find_instance(name: str, key: str = "launch.sagemaker.instance_type", region
     """
     from echelon.planner.hardware.price_files import find_price_folder
 
-    known = list_instances(region)
-    wanted = f"ml.{name.strip().lower().removeprefix('ml.')}"
-    if name in known:
-        return known[name]
-    if wanted in known:
-        return known[wanted]
-    family = [name for name in known if name.startswith(f"{wanted.rpartition('.')[0]}.")]
-    hint = ", ".join(family or difflib.get_close_matches(wanted, known, n=3)) or ", ".join([*list(_PRICES)[:3], "auto"])
+    types = list_instances(region)
+    alias = f"ml.{name.strip().lower().removeprefix('ml.')}"
+    if name in types:
+        return types[name]
+    if alias in types:
+        return types[alias]
+    family = [name for name in types if name.startswith(f"{alias.rpartition('.')[0]}.")]
+    hint = ", ".join(family or difflib.get_close_matches(alias, types, n=3)) or ", ".join([*list(_PRICES)[:3], "auto"])
     raise ConfigError(
         f"{key}={name} is not in the catalogue of instances; use one of {hint}, or describe it in a file in "
-        f"{find_price_folder()}: `machines: {{{wanted}: {{gpus: 8, accelerator: H200, ...}}}}` (docs/cost.md)."
+        f"{find_price_folder()}: `machines: {{{alias}: {{gpus: 8, accelerator: H200, ...}}}}` (docs/cost.md)."
     )
 
 
@@ -159,17 +159,17 @@ def list_instances(region: str | None = None) -> dict[str, Instance]:
     """
     from echelon.planner.hardware.price_files import read_price_rows
 
-    known = dict(INSTANCES)
+    types = dict(INSTANCES)
     for row in read_price_rows():
         for machine in row.read_machines():
-            known[machine.name] = _describe_type(machine)
+            types[machine.name] = _describe_type(machine)
         for kind, prices in (("price", row.usd_per_hour), ("spot", row.spot_usd_per_hour)):
-            for given, usd in prices.items():
-                if (name := given if given in known else f"ml.{given}") in known:
-                    found = [getattr(known[name], kind), Price(usd, row.region, row.date, row.source)]
-                    best = max((price for price in found if price), key=lambda price: _rank_price(price, region))
-                    known[name] = replace(known[name], **{kind: best})
-    return known
+            for key, usd in prices.items():
+                if (name := key if key in types else f"ml.{key}") in types:
+                    choices = [getattr(types[name], kind), Price(usd, row.region, row.date, row.source)]
+                    best = max((price for price in choices if price), key=lambda price: _rank_price(price, region))
+                    types[name] = replace(types[name], **{kind: best})
+    return types
 
 
 def _rank_price(price: Price, region: str | None) -> tuple[bool, str]:
@@ -210,12 +210,12 @@ def _describe_device(key: str, given: "PricedMachine") -> Accelerator:
         return ACCELERATORS["cpu"]
     if given.accelerator is None or given.accelerator.lower() == "cpu":
         raise ConfigError(f"{key}.accelerator is missing: give the name of its GPU, such as H200.")
-    by_name = {known.lower(): accelerator for known, accelerator in ACCELERATORS.items()}
-    known = by_name.get(given.accelerator.lower())
+    by_name = {name.lower(): accelerator for name, accelerator in ACCELERATORS.items()}
+    device = by_name.get(given.accelerator.lower())
     stated = None if given.gpu_memory_gib is None else int(given.gpu_memory_gib * 2**30)
-    if known is not None:
-        assert known.memory_bytes is not None
-        return known if stated is None else replace(known, memory_bytes=min(known.memory_bytes, stated))
+    if device is not None:
+        assert device.memory_bytes is not None
+        return device if stated is None else replace(device, memory_bytes=min(device.memory_bytes, stated))
     if stated is None:
         raise ConfigError(
             f"{key}.accelerator={given.accelerator} is not one of {', '.join(list(ACCELERATORS)[:-1])}; also give "

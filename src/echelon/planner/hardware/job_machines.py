@@ -52,13 +52,13 @@ class JobMachines:
     def price(self) -> Price | None:
         """The price of one machine, with several types their mean; None if one of them is unknown."""
         prices = [group.instance.price for group in self.groups]
-        known = [price for price in prices if price is not None]
-        if len(known) < len(prices):
+        known_prices = [price for price in prices if price is not None]
+        if len(known_prices) < len(prices):
             return None
-        if len(set(known)) == 1:
-            return known[0]
-        total = sum(price.usd_per_hour * group.count for price, group in zip(known, self.groups, strict=True))
-        sources = "; ".join(dict.fromkeys(price.terms for price in known))
+        if len(set(known_prices)) == 1:
+            return known_prices[0]
+        total = sum(price.usd_per_hour * group.count for price, group in zip(known_prices, self.groups, strict=True))
+        sources = "; ".join(dict.fromkeys(price.terms for price in known_prices))
         return Price(total / self.count, None, None, f"their mean; {sources}")
 
     def usd_per_hour(self, region: str) -> float | None:
@@ -103,9 +103,9 @@ def count_asked_gpus(launch: "LaunchConfig", instance_type: str | None, group: s
     expected if its family is named P or G, as AWS names those with GPUs.
     """
     by = "launch.sagemaker.instance_type" if group is None else f"{_KEY}, group {group}"
-    known = list_instances()
-    if instance_type in known:
-        count = known[instance_type].gpus
+    types = list_instances()
+    if instance_type in types:
+        count = types[instance_type].gpus
     else:
         count = int(re.match(r"ml\.[gp]\d", instance_type or "") is not None)
     return count, f"{by}={instance_type}" if group is None else f"{by} ({instance_type})"
@@ -169,8 +169,8 @@ def _find_weakest_device(types: list[Instance]) -> Accelerator:
 
 def _smallest(figures: list[float | None]) -> float | None:
     """The smallest figure; None if one is unknown."""
-    known = [figure for figure in figures if figure is not None]
-    return min(known) if len(known) == len(figures) else None
+    known_figures = [figure for figure in figures if figure is not None]
+    return min(known_figures) if len(known_figures) == len(figures) else None
 
 
 def _has_bf16(instance: Instance) -> bool:

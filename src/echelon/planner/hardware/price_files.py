@@ -56,7 +56,7 @@ class PriceRow(Section):
 
     def read_machines(self) -> list[PricedMachine]:
         """The machines of the row. Raises ValidationError."""
-        return [PricedMachine.model_validate({"name": name, **given}) for name, given in self.machines.items()]
+        return [PricedMachine.model_validate({"name": name, **fields}) for name, fields in self.machines.items()]
 
 
 def find_price_folder() -> Path:
@@ -71,9 +71,9 @@ def read_price_rows() -> Iterator[PriceRow]:
         try:
             rows, _ = parse_yaml(read_text(path), str(path))
             for row in rows if isinstance(rows, list) else [rows]:
-                found = PriceRow.model_validate(row)
-                found.read_machines()
-                yield found
+                parsed = PriceRow.model_validate(row)
+                parsed.read_machines()
+                yield parsed
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc'])) or 'a row'}: {first['msg']}"

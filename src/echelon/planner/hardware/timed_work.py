@@ -386,13 +386,13 @@ def time_all(device: "torch.device") -> list[Row]:
 
 def take_medians(rows: Iterable[Row]) -> list[Row]:
     """One row for each piece of work, with the medians of what was measured."""
-    found: dict[tuple[str, frozenset[tuple[str, float]]], list[dict[str, float]]] = {}
+    by_work: dict[tuple[str, frozenset[tuple[str, float]]], list[dict[str, float]]] = {}
     for name, values in rows:
         sizes = frozenset((key, value) for key, value in values.items() if key not in _MEASURED)
-        found.setdefault((name, sizes), []).append(values)
+        by_work.setdefault((name, sizes), []).append(values)
     return [
         (name, {key: statistics.median(row[key] for row in same) for key in same[0]})
-        for (name, _), same in found.items()
+        for (name, _), same in by_work.items()
     ]
 
 

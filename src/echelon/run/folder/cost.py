@@ -83,10 +83,10 @@ def read_spending(folder: RunFolder) -> Spending:
     if not path.exists():
         return Spending()
     try:
-        found = read_as(path, dict[str, _Amount])
-        if names := asdict(Spending()).keys() ^ found.keys():
+        amounts = read_as(path, dict[str, _Amount])
+        if names := asdict(Spending()).keys() ^ amounts.keys():
             raise ValueError(f"{min(names)}: missing or unknown key")
-        return Spending(**found)
+        return Spending(**amounts)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot read what the run has used so far ({error}); restore it, or remove it to count from zero."

@@ -77,8 +77,8 @@ def _find_git_revision(variables: Mapping[str, str]) -> str | None:
 
 def _names_filters(variables: Mapping[str, str]) -> bool:
     """Whether the repository's own configuration sets filters, in contrast to the user's or the system's."""
-    found = _ask_git(variables, "config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.") or ""
-    return any(not line.startswith(("system\t", "global\t")) for line in found.splitlines())
+    output = _ask_git(variables, "config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.") or ""
+    return any(not line.startswith(("system\t", "global\t")) for line in output.splitlines())
 
 
 def _ask_git(variables: Mapping[str, str], *words: str) -> str | None:

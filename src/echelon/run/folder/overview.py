@@ -110,10 +110,10 @@ def find_newest_runs(roots: Iterable[Path]) -> list[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    for place, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root):
         if "events.jsonl" in files:
             folders.clear()
-            yield Path(place)
+            yield Path(folder)
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 

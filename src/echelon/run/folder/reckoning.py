@@ -68,9 +68,9 @@ class Reckoning:
         for name, label in (("hours", "time"), ("usd", "cost")):
             if (used := self.measured.get(f"quoted_{name}")) is not None:
                 low, high = self.quote[f"low_{name}"], self.quote[f"high_{name}"]
-                place = "below" if used < low else "above" if used > high else "within"
+                position = "below" if used < low else "above" if used > high else "within"
                 ends = (_render(name, end) for end in (low, high))
-                yield f"quote: the {label} is {place} its error bar, {' to '.join(ends)}"
+                yield f"quote: the {label} is {position} its error bar, {' to '.join(ends)}"
 
 
 def list_compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
@@ -244,32 +244,32 @@ def describe_accuracy(paths: Sequence[Path]) -> Iterator[str]:
 
     Raises ConfigError for a folder without a reckoning.
     """
-    found = {path: _require(path) for path in paths}
+    reckonings = {path: _require(path) for path in paths}
     names = ("step_seconds", "memory_total")
     width = max(len(str(path)) for path in (*paths, "median difference"))
     yield f"{'run':<{width}}" + "".join(f"{_LABELS[name]:>22}" for name in names)
-    for path, reckoning in found.items():
+    for path, reckoning in reckonings.items():
         words = {
             label: difference for label, _, _, difference in list_compared(reckoning.predicted, reckoning.measured)
         }
         yield f"{path!s:<{width}}" + "".join(f"{words.get(_LABELS[name], '-'):>22}" for name in names)
-    known = [
-        [abs(reckoning.differences[name]) for reckoning in found.values() if name in reckoning.differences]
+    differences = [
+        [abs(reckoning.differences[name]) for reckoning in reckonings.values() if name in reckoning.differences]
         for name in names
     ]
-    cells = (f"{100 * statistics.median(errors):.1f} %" if errors else "-" for errors in known)
+    cells = (f"{100 * statistics.median(errors):.1f} %" if errors else "-" for errors in differences)
     yield f"{'median difference':<{width}}" + "".join(f"{cell:>22}" for cell in cells)
 
 
 def _require(path: Path) -> Reckoning:
     try:
-        found = reckon(RunFolder(path))
+        reckoning = reckon(RunFolder(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a run folder with an estimate ({error}); give the folders of runs."
         ) from error
-    if found is None:
+    if reckoning is None:
         raise ConfigError(
             f"{path} has nothing to compare: fewer than {_FEWEST} measured steps, or devices of unknown speed."
         )
-    return found
+    return reckoning

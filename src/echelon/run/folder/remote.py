@@ -50,8 +50,8 @@ class RemoteCheckpoint:
 
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Whether it is a complete copy of this checkpoint."""
-        wanted = describe_files([checkpoint.path / MANIFEST])[MANIFEST]
-        return not self.faults and self.files.get(MANIFEST) == wanted
+        expected = describe_files([checkpoint.path / MANIFEST])[MANIFEST]
+        return not self.faults and self.files.get(MANIFEST) == expected
 
 
 class RemoteRuns:
@@ -87,8 +87,8 @@ class RemoteRuns:
         """Return a run's checkpoints, oldest first, with damage visible in the listing; contents are not read."""
         sizes = self._store.sizes(run)
         steps = sorted(step for name in sizes if (step := _marked_step(name)) is not None)
-        found = ((step, self._store.read(f"{run}/{_marker(step)}")) for step in steps)
-        return [_parse(step, content, sizes) for step, content in found if content is not None]
+        markers = ((step, self._store.read(f"{run}/{_marker(step)}")) for step in steps)
+        return [_parse(step, content, sizes) for step, content in markers if content is not None]
 
     def verify(self, run: str, checkpoint: RemoteCheckpoint) -> list[str]:
         """Read all files and compare them with their checksums; return one phrase for each damaged file."""
@@ -129,10 +129,10 @@ class RemoteRuns:
 
         Checkpoints beyond `newest` are ignored: they belong to a history that a resume has abandoned.
         """
-        found = [checkpoint for checkpoint in self.find(run) if checkpoint.step <= newest]
-        whole = [checkpoint.step for checkpoint in found if not checkpoint.faults]
+        checkpoints = [checkpoint for checkpoint in self.find(run) if checkpoint.step <= newest]
+        whole = [checkpoint.step for checkpoint in checkpoints if not checkpoint.faults]
         oldest = whole[-keep_last] if len(whole) >= keep_last else 0
-        for checkpoint in found:
+        for checkpoint in checkpoints:
             if checkpoint.step < oldest and checkpoint.step != keep:
                 self._store.remove([f"{run}/{_marker(checkpoint.step)}"])
         self.sweep(run)

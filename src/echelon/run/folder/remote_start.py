@@ -146,13 +146,13 @@ class RemoteStart:
 
     def _fetch_newest(self, folder: RunFolder, run: str, is_new: bool) -> None:
         assert self._remote is not None
-        found = self._remote.find(run)
-        for checkpoint in reversed(found):
+        checkpoints = self._remote.find(run)
+        for checkpoint in reversed(checkpoints):
             if not is_new and _has_whole_one(folder, checkpoint.step):
                 return
             if self._fetch(folder, run, checkpoint):
                 return
-        if is_new and found:
+        if is_new and checkpoints:
             raise CheckpointError(
                 f"All checkpoints in {self._remote.url} are damaged, and {folder.path} has none; pass --fresh to start "
                 "a new run, which keeps them there."
@@ -189,8 +189,8 @@ class RemoteStart:
 
 def _has_whole_one(folder: RunFolder, step: int) -> bool:
     """Whether the run folder has an intact checkpoint of this step or later; verifies checksums unless finished."""
-    own = [checkpoint for checkpoint in find_checkpoints(folder.checkpoints_dir) if checkpoint.step >= step]
-    return any(not find_faults(checkpoint.path, checksums=not folder.is_finished()) for checkpoint in reversed(own))
+    local = [checkpoint for checkpoint in find_checkpoints(folder.checkpoints_dir) if checkpoint.step >= step]
+    return any(not find_faults(checkpoint.path, checksums=not folder.is_finished()) for checkpoint in reversed(local))
 
 
 def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:

@@ -143,11 +143,11 @@ class RunFolder(RunFiles):
 
     def read_pids(self) -> dict[int, int]:
         """Return the pid of each rank that has written it."""
-        found = dict[str, str]()
+        texts = dict[str, str]()
         for path in self.outcomes_dir.glob("pid-*"):
             with suppress(FileNotFoundError):  # a new start removes those of the last one
-                found[path.name] = read_text(path)
-        return {int(name.removeprefix("pid-")): int(text) for name, text in found.items() if text.isdecimal()}
+                texts[path.name] = read_text(path)
+        return {int(name.removeprefix("pid-")): int(text) for name, text in texts.items() if text.isdecimal()}
 
     def tracker_path(self, name: str) -> Path:
         """The record of what was sent to this tracker."""
@@ -172,8 +172,8 @@ class RunFolder(RunFiles):
     def check_creatable(self) -> None:
         """Raise ConfigError if the folder does not exist and cannot be created: tries it with another name."""
         try:
-            place = next(path for path in self.path.absolute().parents if path.exists())
-            os.rmdir(tempfile.mkdtemp(prefix=".echelon-", dir=place))
+            parent = next(path for path in self.path.absolute().parents if path.exists())
+            os.rmdir(tempfile.mkdtemp(prefix=".echelon-", dir=parent))
         except OSError as error:
             raise explain_unusable(self.path, "created", error) from error
 
@@ -336,26 +336,26 @@ class TextRecord:
         One of the two may be damaged. Empty if the run has not started. Raises DataError if data.json is damaged and
         there is no such start.
         """
-        found, damage = list[RunText](), None
+        texts, damage = list[RunText](), None
         try:
-            found.append(read_as(self.path, RunText))
+            texts.append(read_as(self.path, RunText))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
             damage = error
-        if found and len(found[0].prepared) > _LONGEST_PATH:
-            damage = ValueError(f"its path has {len(found.pop().prepared)} characters")
+        if texts and len(texts[0].prepared) > _LONGEST_PATH:
+            damage = ValueError(f"its path has {len(texts.pop().prepared)} characters")
         for event in reversed(self._rows.read_events()):
             if isinstance(prepared := event.get("prepared"), str) and isinstance(digest := event.get("digest"), str):
                 packing = event.get("packing")
-                found.append(RunText(prepared, digest, packing if isinstance(packing, bool) else None))
+                texts.append(RunText(prepared, digest, packing if isinstance(packing, bool) else None))
                 break
-        if damage is not None and not found:
+        if damage is not None and not texts:
             raise DataError(
                 f"{self.path}: cannot read which text the run uses ({damage}); restore it, or remove it and run "
                 "`echelon train` with the run's recipe and the same text, which writes it again."
             )
-        return found
+        return texts
 
     def read_prepared_path(self) -> Path:
         """Return the path of the run's prepared text. Raises DataError if it is not recorded."""
@@ -372,5 +372,5 @@ class TextRecord:
 
     def read_packing(self) -> bool | None:
         """Return whether the run's samples share sequences; None unless one answer is recorded. Raises DataError."""
-        found = {text.packing for text in self.read_texts()}
-        return found.pop() if len(found) == 1 else None
+        answers = {text.packing for text in self.read_texts()}
+        return answers.pop() if len(answers) == 1 else None

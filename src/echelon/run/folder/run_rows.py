@@ -46,8 +46,8 @@ class RunRows:
     def describe_bad_lines(self) -> list[str]:
         """Describe the invalid lines of events.jsonl, metrics.jsonl and samples.jsonl, one line per affected file."""
         kinds = ((self.events_path, _is_event), (self.metrics_path, is_metrics_row), (self.samples_path, has_step))
-        found = (read_rows(path, is_row).describe_bad() for path, is_row in kinds)
-        return [line for line in found if line is not None]
+        reports = (read_rows(path, is_row).describe_bad() for path, is_row in kinds)
+        return [line for line in reports if line is not None]
 
     def cut_metrics(self, step: int, owes_evaluation: bool = False) -> int:
         """Remove the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; return their number.

@@ -213,10 +213,10 @@ class Uploader:
 
     def _is_there(self, job: QueuedUpload) -> bool:
         """Whether an earlier attempt published it, or, with `if_missing`, the store already has it."""
-        found = [checkpoint for checkpoint in self._remote.find(self._run) if checkpoint.step == job.checkpoint.step]
+        copies = [checkpoint for checkpoint in self._remote.find(self._run) if checkpoint.step == job.checkpoint.step]
         return any(
             checkpoint.folder == job.folder or (job.if_missing and checkpoint.holds(job.checkpoint))
-            for checkpoint in found
+            for checkpoint in copies
         )
 
     @property

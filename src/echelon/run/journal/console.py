@@ -107,7 +107,7 @@ def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
         if one or other or name != "frozen_models"
     ]
     head = ("tensors of one process", "planned", "measured")
-    return [f"{name:<22}  {plan:>10}  {found:>10}" for name, plan, found in (head, *rows)]
+    return [f"{name:<22}  {plan:>10}  {actual:>10}" for name, plan, actual in (head, *rows)]
 
 
 def _losses(values: dict[str, Any]) -> str:
@@ -116,8 +116,8 @@ def _losses(values: dict[str, Any]) -> str:
     if "reward" in values:
         solved = f"solved {values['solved']:.1%} of " if "solved" in values else ""
         return f"reward {values['reward']:.4f}  {solved}{values['answers']:,} answers"
-    known = {name: form for name, form in _MEASURES.items() if values.get(name) is not None}
-    return "  ".join([f"loss {values['loss']:.4f}", *(f"{name} {values[name]:{form}}" for name, form in known.items())])
+    forms = {name: form for name, form in _MEASURES.items() if values.get(name) is not None}
+    return "  ".join([f"loss {values['loss']:.4f}", *(f"{name} {values[name]:{form}}" for name, form in forms.items())])
 
 
 def _metrics(values: Mapping[str, float | None]) -> str:

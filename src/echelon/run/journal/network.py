@@ -27,21 +27,21 @@ def read_interfaces(root: Path = Path("/")) -> dict[str, InterfaceBytes]:
 
     Linux only. `root`: the folder that holds /proc and /sys.
     """
-    found = {}
+    counters = {}
     with suppress(OSError, ValueError, IndexError):
         # Two lines of headings, then "name: received ... sent ...", with eight numbers each: proc_pid_net(5).
         for line in (root / "proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]:
             name, _, numbers = line.partition(":")
-            received, sent = (int(numbers.split()[place]) for place in (0, 8))
-            found[name.strip()] = InterfaceBytes(sent, received)
+            received, sent = (int(numbers.split()[column]) for column in (0, 8))
+            counters[name.strip()] = InterfaceBytes(sent, received)
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         with suppress(OSError, ValueError):
             sent, received = (
                 _LANE_BYTES * int((port / "counters" / f"port_{way}_data").read_text(encoding="utf-8"))
                 for way in ("xmit", "rcv")
             )
-            found[f"{port.parent.parent.name}:{port.name}"] = InterfaceBytes(sent, received)
-    return found
+            counters[f"{port.parent.parent.name}:{port.name}"] = InterfaceBytes(sent, received)
+    return counters
 
 
 def subtract_interfaces(

@@ -73,8 +73,8 @@ def check_extensions(recipe: Recipe) -> None:
         if extension.key.startswith(("reward.", "rollout.")):
             continue  # they are imported in a process of their own
         kind, num_arguments = _find_kind(extension)
-        found = find_named(extension.key, extension.name, {}, kind)
-        check_options(extension.key, extension.name, found, num_arguments, extension.options)
+        imported = find_named(extension.key, extension.name, {}, kind)
+        check_options(extension.key, extension.name, imported, num_arguments, extension.options)
     check_rewards(recipe.reward)
     if any(reward.is_model for reward in recipe.reward):
         from echelon.learn.answers.reward_models import check_reward_models  # it imports torch
@@ -85,19 +85,19 @@ def check_extensions(recipe: Recipe) -> None:
 
 def find_loop(name: str) -> Callable[..., None]:
     """Import the function that `train.loop` names. Raises ConfigError if it is not a function of (learner, run)."""
-    found = find_named("train.loop", name, LOOPS)
-    if not inspect.isfunction(found):
+    loop = find_named("train.loop", name, LOOPS)
+    if not inspect.isfunction(loop):
         raise ConfigError(
-            f"train.loop={name}: it must be a function of (learner, run), but it is a {type(found).__name__}."
+            f"train.loop={name}: it must be a function of (learner, run), but it is a {type(loop).__name__}."
         )
     try:
-        inspect.signature(found).bind(None, None)
+        inspect.signature(loop).bind(None, None)
     except TypeError:
         raise ConfigError(
             f"train.loop={name}: it must be a function of (learner, run), but it is "
-            f"{found.__name__}{inspect.signature(found)}; change its parameters."
+            f"{loop.__name__}{inspect.signature(loop)}; change its parameters."
         ) from None
-    return found
+    return loop
 
 
 def _find_kind(named: Named) -> tuple[type | None, int]:

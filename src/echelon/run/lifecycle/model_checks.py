@@ -105,9 +105,9 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     elif recipe.track:
         left.append(f"track: the packages and keys of {', '.join(recipe.track)}")
     size, tokenizer = _measure_vocabulary(recipe, elsewhere, left)
-    given, stored = _read_given_fields(recipe)
-    given = _with_head(recipe, given)
-    fields, line = size_vocabulary(recipe, given, size)
+    model_fields, stored = _read_given_fields(recipe)
+    model_fields = _with_head(recipe, model_fields)
+    fields, line = size_vocabulary(recipe, model_fields, size)
     shape = build_shape(fields, recipe.adapter.is_adapter)
     _check_positions(recipe, shape)
     if weights and (stored is None or _find_missing("torch") is None):  # quantized weights are computed to be checked
@@ -118,7 +118,7 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
     shape = replace(shape, obeys_masks=obstacle is None)
     message = None if stored is None else _describe_stored(recipe, stored)
-    return CheckedModel(given, shape, line, tokenizer, obstacle, masks, message, tuple(left))
+    return CheckedModel(model_fields, shape, line, tokenizer, obstacle, masks, message, tuple(left))
 
 
 def check_counted(recipe: Recipe) -> None:
@@ -152,10 +152,10 @@ def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
 def _is_plain(fields: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config has sizes and `STORED` alone: no window, no scaled positions, no scores."""
     rotary = fields.get("rope_parameters")
-    given = {name for name, value in fields.items() if value is not None}
+    names = {name for name, value in fields.items() if value is not None}
     if isinstance(rotary, dict) and rotary == {"rope_type": "default", "rope_theta": rotary.get("rope_theta")}:
-        given -= {"rope_parameters"}
-    is_known = given - STORED <= COUNTED and fields.get("hidden_act", "silu") == "silu"
+        names -= {"rope_parameters"}
+    is_known = names - STORED <= COUNTED and fields.get("hidden_act", "silu") == "silu"
     return is_known and count_scores(fields) is None
 
 
@@ -202,8 +202,8 @@ def _measure_vocabulary(
     why = None
     if elsewhere and source is not None:
         why = _find_missing("transformers")
-        if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
-            why = f"{source} {place}"
+        if why is None and (obstacle := _find_out_of_reach(recipe, source)) is not None:
+            why = f"{source} {obstacle}"
     if why is None:
         from echelon.learn.data.tokenizer import count_ids, find_folder, find_source, load_tokenizer, vocabulary_size
 

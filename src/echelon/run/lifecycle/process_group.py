@@ -86,9 +86,9 @@ def _open_listener(rendezvous: Rendezvous) -> socket.socket | None:
     None leaves it to torch: MASTER_ADDR is not an address of this machine, or it is loopback although the job may have
     several machines, as operators of Kubernetes set it for rank 0. Raises OSError if the port is in use.
     """
-    own = rendezvous.own_address
+    host = rendezvous.own_address
     with suppress(socket.gaierror, OverflowError):  # torch resolves the name again, and reports an invalid port
-        return listen_at(own or rendezvous.address, int(rendezvous.port), rendezvous.is_local or own is not None)
+        return listen_at(host or rendezvous.address, int(rendezvous.port), rendezvous.is_local or host is not None)
     return None
 
 

@@ -139,8 +139,8 @@ class ReplicaProcess:
                 recovery = RecoveryWatch(self.folder)
             heartbeat = self.build_heartbeat(runtime)
             callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
-            here = replace(learner, plan=plan, meshes=meshes)
-            trainer = assemble(here, self.folder, runtime, recovery, self.stop, heartbeat, callbacks, held)
+            resized = replace(learner, plan=plan, meshes=meshes)
+            trainer = assemble(resized, self.folder, runtime, recovery, self.stop, heartbeat, callbacks, held)
             membership.board.mark("trains", self.member)
             dist.barrier(everyone)
         except BaseException as error:

@@ -46,13 +46,13 @@ def build_run_learner(
         prepared, recipe.sample_len, recipe.data.document_mask, was_opened=True, stream=stream_options(recipe)
     )
     # The hub is not asked again: the run keeps the commits of its first start.
-    here = with_copies(recipe, read_commits(folder.hub_path))
-    data = open_taught(here, data)
-    config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
+    local_recipe = with_copies(recipe, read_commits(folder.hub_path))
+    data = open_taught(local_recipe, data)
+    config = resolve_config(local_recipe, data.vocab_size, data.tokenizer, data.padding)
     if is_first:
-        keep_given_models(folder.path, here)
+        keep_given_models(folder.path, local_recipe)
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
-    spec = EngineSpec(here, config, plan, meshes, runtime.device, compile_backend)
+    spec = EngineSpec(local_recipe, config, plan, meshes, runtime.device, compile_backend)
     engine, rehearsed, memory = build_rehearsed(recipe, spec, data, is_known)
     # The recipe as the user wrote it: that of the engine names this machine's copies of hub files.
     learner = Learner(recipe, rehearsed, config, meshes, runtime.device, engine, data, memory)

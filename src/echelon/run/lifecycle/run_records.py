@@ -178,17 +178,17 @@ def open_goodput(folder: RunFolder, saved: SavedState | None, lost_at: float | N
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
     at = TrainState() if saved is None else saved.train
     num_cut = folder.rows.cut_metrics(at.step, at.owes_evaluation)
-    found = None if saved is None else saved.goodput
+    goodput = None if saved is None else saved.goodput
     events = [event for event in folder.rows.read_events() if event["event"] in ("start", "resume", *_ENDS)]
     starts = [event["time"] for event in events if event["event"] == "start"]
-    if found is None and starts:  # an earlier start saved no checkpoint
-        found = GoodputState({}, min(starts), stopped=False)
-    if found is None:
+    if goodput is None and starts:  # an earlier start saved no checkpoint
+        goodput = GoodputState({}, min(starts), stopped=False)
+    if goodput is None:
         return GoodputTracker(find_start(0.0))
     if events and events[-1]["event"] in _ENDS:  # the run had finished, and was given more steps later
-        found = replace(found, stopped=True)
-    opened = GoodputTracker(find_start(found.until) if lost_at is None else lost_at)
-    opened.resume(found, last_sign=written if num_cut else 0.0)
+        goodput = replace(goodput, stopped=True)
+    opened = GoodputTracker(find_start(goodput.until) if lost_at is None else lost_at)
+    opened.resume(goodput, last_sign=written if num_cut else 0.0)
     return opened
 
 
@@ -207,9 +207,9 @@ def finish(trainer: Trainer, folder: RunFolder) -> None:
     folder.rows.append_event("early_stop", step=state.step, **numbers)
     folder.mark_finished(state.step, "early_stop")
     task = trainer.train_step.learner.recipe.compared_task
-    sought, found = ("lower loss", "the lowest was") if task is None else (f"better {task}", "the best was")
+    sought, prefix = ("lower loss", "the lowest was") if task is None else (f"better {task}", "the best was")
     value = "" if state.best_loss is None or task is not None else f" {state.best_loss:.4f}"
-    best = "none was finite" if state.best_loss is None else f"{found}{value} at step {state.best_step}"
+    best = "none was finite" if state.best_loss is None else f"{prefix}{value} at step {state.best_step}"
     logger.info(
         f"early stopping at step {state.step}: no {sought} in {state.evaluations_since_best} evaluations; {best}",
     )

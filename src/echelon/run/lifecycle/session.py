@@ -358,9 +358,9 @@ def _refuse_rank(recipe: Recipe, is_hosted: bool) -> Outcome | None:
     `is_hosted`: an agent of echelon started it, which has said what is allowed.
     """
     place = find_place()
-    own = 1 if is_gpu_private() else place.local_world_size
+    count = 1 if is_gpu_private() else place.local_world_size
     try:
-        line = check_gpus(find_needed(None if is_hosted else own), recipe.train.allow_cpu)
+        line = check_gpus(find_needed(None if is_hosted else count), recipe.train.allow_cpu)
     except ConfigError as error:
         if is_hosted or is_gpu_private() or place.local_rank == 0:
             raise
@@ -429,8 +429,8 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
     except EchelonError as error:
         word["code"] = error.exit_code
         # Reported before the others exit: a launcher ends this rank as soon as another one has exited.
-        if (place := find_host_dir()) is not None:
-            write_outcome(place, report(0, error.exit_code, str(error), final=is_final(error)))
+        if (host_dir := find_host_dir()) is not None:
+            write_outcome(host_dir, report(0, error.exit_code, str(error), final=is_final(error)))
         else:
             line = f"echelon: {error}"
             print(line, file=sys.stderr, flush=True)
@@ -446,9 +446,9 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
 
 def _send_to_hosts(run: PreparedRun, store: "Store") -> None:
     """Send the run to the machines that do not see its folder, if agents of several machines started the ranks."""
-    if (place := find_host_dir()) is not None:
+    if (host_dir := find_host_dir()) is not None:
         send_run(run.folder, store)
-        mark_ready(store, place)
+        mark_ready(store, host_dir)
 
 
 def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outcome | None:
@@ -459,15 +459,15 @@ def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outc
         word.update(_await_rank_zero(store))
         return word["code"] == DONE and word["digest"] != 0
 
-    place = None if shares_files() else find_host_dir()
-    here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]))
-    if here is not None and place is not None and find_place().local_rank == 0:
-        trains = receive_run(here, folder, store, await_word)
-        mark_ready(store, place)
+    host_dir = None if shares_files() else find_host_dir()
+    local_recipe = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]))
+    if local_recipe is not None and host_dir is not None and find_place().local_rank == 0:
+        trains = receive_run(local_recipe, folder, store, await_word)
+        mark_ready(store, host_dir)
     else:
         trains = await_word()
-        if trains and place is not None:
-            await_ready(store, place)
+        if trains and host_dir is not None:
+            await_ready(store, host_dir)
     if not trains:
         return Outcome(word["code"])
     _await_files(folder, word["digest"])

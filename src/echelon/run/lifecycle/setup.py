@@ -127,11 +127,11 @@ def prepare_run(
     def check() -> None:
         commits = find_commits(recipe, {})
         check_weights(recipe.model.checkpoint)
-        here = _with_small_copies(recipe, commits)
-        checked = check_model(here, weights=False)
+        local = _with_small_copies(recipe, commits)
+        checked = check_model(local, weights=False)
         resolve_plan(recipe, checked.shape, find_cluster())
         remote.reach()
-        checks.append(_LocalRecipe(commits, here, checked))
+        checks.append(_LocalRecipe(commits, local, checked))
 
     opened = open_run(recipe, fresh, check, remote.bring_back, patience_seconds)
     folder = opened.folder
@@ -148,15 +148,15 @@ def prepare_run(
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
         began_with = {text.digest for text in folder.text.read_texts()} if opened.state == "resumed" else set()
         folder.rows.append_event("prepare")
-        known = dict(checks[0].commits) if checks else {}
-        commits = find_commits(recipe, known | read_commits(folder.hub_path))
+        first = dict(checks[0].commits) if checks else {}
+        commits = find_commits(recipe, first | read_commits(folder.hub_path))
         announce(commits)
-        here = checks[0] if checks and commits == known else _LocalRecipe(commits, _with_small_copies(recipe, commits))
-        data = here.prepare_data(folder.text.read_packing() if opened.state == "resumed" else None)
+        local = checks[0] if checks and commits == first else _LocalRecipe(commits, _with_small_copies(recipe, commits))
+        data = local.prepare_data(folder.text.read_packing() if opened.state == "resumed" else None)
         folder.rows.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
-        shape = _check_against_data(recipe, here, data, num_steps)
+        shape = _check_against_data(recipe, local, data, num_steps)
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data)
         _check_profile(recipe, num_steps, plan.world_size)

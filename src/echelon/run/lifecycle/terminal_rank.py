@@ -67,10 +67,10 @@ class TerminalRank:
         try:
             for rank in range(count):
                 if rank != self._rank:
-                    place = rank_environment(rank, count)
-                    self._others[rank] = start_worker(self._job.argv, {**environment, **place}, self._warm)
-            own = {name: value for name, value in self._job.env.items() if name != AGENT_PID_VARIABLE}
-            set_variables({**own, **common, **rank_environment(self._rank, count)})
+                    variables = rank_environment(rank, count)
+                    self._others[rank] = start_worker(self._job.argv, {**environment, **variables}, self._warm)
+            job_variables = {name: value for name, value in self._job.env.items() if name != AGENT_PID_VARIABLE}
+            set_variables({**job_variables, **common, **rank_environment(self._rank, count)})
             with deaths_watched(self._folder, count - 1) if count > 1 else nullcontext():
                 if self._train():
                     for worker in self._others.values():

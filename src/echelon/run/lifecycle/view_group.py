@@ -137,13 +137,13 @@ class ViewMembership(Membership):
         if self.inside.size == 1 and not needs_communicator:
             return everyone, everyone
         replica, index = divmod(self.rank, self.inside.size)
-        own, step = self._own, self._step
-        return everyone, self._form("replica", {index: replica}, replica, self.size, own, step, needs_communicator)
+        group, step = self._own, self._step
+        return everyone, self._form("replica", {index: replica}, replica, self.size, group, step, needs_communicator)
 
     @override
     def new_group(self, purpose: str = "checkpoints") -> dist.ProcessGroup:
-        own = self.inside.of_thread(len(self._groups))
-        return self._form(purpose, self._find_places(), self.rank, len(self.view.members), own)
+        group = self.inside.of_thread(len(self._groups))
+        return self._form(purpose, self._find_places(), self.rank, len(self.view.members), group)
 
     def _is_over(self) -> bool:
         return self.board.is_over(self.view.number)
@@ -175,19 +175,19 @@ class ViewMembership(Membership):
     ) -> JointGroup:
         # torch does not refer to a store that is a Python object.
         prefix = f"group/{self.view.number}/{len(self._groups)}/{min(places)}"
-        found = ViewStore(PrefixStore(prefix, self.store), self._is_over)
-        self._stores.append(found)
+        store = ViewStore(PrefixStore(prefix, self.store), self._is_over)
+        self._stores.append(store)
         timeout = timedelta(seconds=CONNECT_SECONDS)
         communicator = None
         if needs_communicator:
-            communicator = Communicator(self.transport.device, found)
+            communicator = Communicator(self.transport.device, store)
             self._communicators.append(communicator)
             if self._is_over():  # the watch may have looked before
                 communicator.end()
         group = JointGroup(
-            lambda: dist.ProcessGroupGloo(found, rank, size, timeout), rank, size, own, name, step, communicator
+            lambda: dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, own, name, step, communicator
         )
-        group.enlist(places, found)
+        group.enlist(places, store)
         group.be_patient(COLLECTIVE_SECONDS)
         if self.is_spread:
             limit_silence_of(None, SILENT_SECONDS)
@@ -382,12 +382,12 @@ class ViewStore(Store):
 
 def join_board() -> tuple[MembershipStore, Store]:
     """The keeper's board, and the store that it is in. Raises LaunchError if the keeper cannot be reached."""
-    place = find_rendezvous()
-    assert place is not None
+    rendezvous = find_rendezvous()
+    assert rendezvous is not None
     try:
-        store = TCPStore(place.address, int(place.port), None, False, timedelta(seconds=_STORE_SECONDS))
+        store = TCPStore(rendezvous.address, int(rendezvous.port), None, False, timedelta(seconds=_STORE_SECONDS))
     except (dist.DistError, RuntimeError) as error:
-        raise LaunchError(f"the process that keeps the replicas is not at {place}: {error}") from error
+        raise LaunchError(f"the process that keeps the replicas is not at {rendezvous}: {error}") from error
     return MembershipStore(store), store
 
 
@@ -396,9 +396,9 @@ def form_inside(store: Store, start: str, index: int, size: int, backend: str = 
 
     `index`: of this process, of `size`. Raises LaunchError if another one cannot be reached.
     """
-    found = HashStore() if size == 1 else PrefixStore(f"inside/{start}", store)
+    group_store = HashStore() if size == 1 else PrefixStore(f"inside/{start}", store)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     try:
-        dist.init_process_group(backend, store=found, rank=index, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=group_store, rank=index, world_size=size, timeout=timeout)
     except dist.DistError as error:
         raise LaunchError(f"the processes of replica {start} could not connect to each other: {error}") from error

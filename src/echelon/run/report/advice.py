@@ -32,12 +32,12 @@ def _about_stragglers(record: RunRecord) -> Iterator[str]:
     since = max((row["time"] for row in record.starts), default=0.0)
     rows = [row for row in record.find_events("straggler") if row["time"] >= since and isinstance(row.get("rank"), int)]
     for rank, row in sorted({row["rank"]: row for row in rows}.items()):
-        own, usual = read_number(row, "own_seconds"), read_number(row, "peer_seconds")
-        if own is None or usual is None:
+        spent, usual = read_number(row, "own_seconds"), read_number(row, "peer_seconds")
+        if spent is None or usual is None:
             continue
-        factor = f", {own / usual:.2f} times as long as the others" if usual else ""
+        factor = f", {spent / usual:.2f} times as long as the others" if usual else ""
         yield (
-            f"Rank {rank} on {redact_text(str(row.get('host')))} is slow: it needs {render_seconds(own)} for its own "
+            f"Rank {rank} on {redact_text(str(row.get('host')))} is slow: it needs {render_seconds(spent)} for its own "
             f"part of a step{factor}, and they wait for it. Look for other programs and for heat on that machine, or "
             "replace it; fault.on_straggler=stop ends a run with a checkpoint for that. The gain is not predicted."
         )
@@ -53,7 +53,7 @@ def _about_messages(record: RunRecord) -> Iterator[str]:
     if share < _MESSAGES:
         return
     amount = f"{render_bytes(statistics.median(sent))}, {render_rate(sum(sent) / sum(seconds))} on average"
-    found = (
+    finding = (
         f"Even the busiest process waits for messages for {render_percent(share)} of a step, and sends {amount}"
         f"{_name_interface(record)}."
     )
@@ -62,11 +62,11 @@ def _about_messages(record: RunRecord) -> Iterator[str]:
     sends_once = plan.get("reduce_gradients") == "last" and not plan.get("reshard_after_forward")
     if sends_once and batch and all((read_number(plan, axis) or 1) == 1 for axis in ("tp", "cp", "ep")):
         yield (
-            f"{found} With train.{batch[0][0]}={2 * batch[0][1]:.0f} and the same train.micro_batch_size, it would "
+            f"{finding} With train.{batch[0][0]}={2 * batch[0][1]:.0f} and the same train.micro_batch_size, it would "
             f"send as much for twice the tokens: tokens would be {_gain(share / 2)}. sync.compress sends fewer bytes."
         )
     else:
-        yield f"{found} Fewer bytes, a faster link or a larger batch would help; the gain is not predicted."
+        yield f"{finding} Fewer bytes, a faster link or a larger batch would help; the gain is not predicted."
 
 
 def _name_interface(record: RunRecord) -> str:
@@ -101,13 +101,13 @@ def _about_steps(record: RunRecord) -> Iterator[str]:
 
 
 def _about_time(record: RunRecord) -> Iterator[str]:
-    found = record.find_events("goodput")
-    seconds = read_mapping(found[-1], "seconds") if found else {}
-    known = {cause: read_number(seconds, cause) or 0.0 for cause in seconds if cause != "stopped"}
-    wall = sum(known.values())
+    events = record.find_events("goodput")
+    seconds = read_mapping(events[-1], "seconds") if events else {}
+    times = {cause: read_number(seconds, cause) or 0.0 for cause in seconds if cause != "stopped"}
+    wall = sum(times.values())
     if wall <= 0:
         return
-    shares = {cause: spent / wall for cause, spent in known.items()}
+    shares = {cause: spent / wall for cause, spent in times.items()}
     saving, evaluating = shares.get("saving", 0.0), shares.get("evaluating", 0.0)
     if saving > _SAVING:
         is_async = read_value(record.recipe, "checkpoint", "async") is not False
@@ -123,8 +123,8 @@ def _about_time(record: RunRecord) -> Iterator[str]:
     lost = shares.get("redone", 0.0) + shares.get("down", 0.0)
     if lost > _LOST:
         yield (
-            f"Failures cost {render_percent(lost)} of the time: {render_seconds(known.get('redone', 0.0))} of repeated "
-            f"work and {render_seconds(known.get('down', 0.0))} without processes. checkpoint.every_steps: auto saves "
+            f"Failures cost {render_percent(lost)} of the time: {render_seconds(times.get('redone', 0.0))} of repeated "
+            f"work and {render_seconds(times.get('down', 0.0))} without processes. checkpoint.every_steps: auto saves "
             "as often as failures and the time of a save make worthwhile."
         )
 

@@ -82,14 +82,14 @@ def _list_warnings(records: Sequence[RunRecord], names: Sequence[str]) -> Iterat
 
 def _find_tokenizer(record: RunRecord) -> str:
     """What identifies the tokenizer of a run: its fingerprint, or what the recipe says of it."""
-    found = _read_start(record, "tokenizer")
-    return str(found or (read_value(record.recipe, "tokenizer"), read_value(record.recipe, "model", "checkpoint")))
+    identity = _read_start(record, "tokenizer")
+    return str(identity or (read_value(record.recipe, "tokenizer"), read_value(record.recipe, "model", "checkpoint")))
 
 
 def _find_text(record: RunRecord, has_one_tokenizer: bool) -> str:
     """What identifies the held-out text of a run: its tokens, or their size in bytes, or what the recipe says of it."""
-    found = _read_start(record, "held_out" if has_one_tokenizer else "held_out_bytes")
-    return str(found or [read_value(record.recipe, *key.split(".")) for key in _TEXT_KEYS])
+    recorded = _read_start(record, "held_out" if has_one_tokenizer else "held_out_bytes")
+    return str(recorded or [read_value(record.recipe, *key.split(".")) for key in _TEXT_KEYS])
 
 
 def _read_start(record: RunRecord, name: str) -> Any:
@@ -156,8 +156,8 @@ def _flatten(value: object, path: str = "") -> Iterator[tuple[str, str]]:
         for key, part in value.items():
             yield from _flatten(part, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value):
-        for place, part in enumerate(value):
-            yield from _flatten(part, f"{path}.{place}")
+        for index, part in enumerate(value):
+            yield from _flatten(part, f"{path}.{index}")
     elif isinstance(value, list):
         yield path, ", ".join(map(_render, value)) or _ABSENT
     else:

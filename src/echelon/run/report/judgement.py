@@ -50,8 +50,8 @@ class _Curves:
 
     def train_at(self, step: float) -> float:
         """The training loss around a step."""
-        place = min(range(len(self.train)), key=lambda index: abs(self.train[index][0] - step))
-        return statistics.median(loss for _, loss in self.train[max(0, place - self._near) : place + self._near + 1])
+        middle = min(range(len(self.train)), key=lambda index: abs(self.train[index][0] - step))
+        return statistics.median(loss for _, loss in self.train[max(0, middle - self._near) : middle + self._near + 1])
 
 
 def judge_run(record: RunRecord) -> list[str]:
@@ -92,10 +92,10 @@ def _judge_learning(curves: _Curves) -> tuple[Learning, str]:
     if curves.entropy is not None:
         name, loss = ("evaluation", curves.held[-1][1]) if curves.held else ("training", last)
         limit = f"the {render_number(curves.entropy)} of a model that only knows how often each token occurs"
-        found = f"the {name} loss is {render_number(loss)}"
+        result = f"the {name} loss is {render_number(loss)}"
         if loss > (1 - _LEARNED) * curves.entropy:
-            return "not", f"It has not learned from context yet: {found}, not below {limit}."
-        return "learned", f"It has learned: {found}, below {limit}; training began at {render_number(first)}."
+            return "not", f"It has not learned from context yet: {result}, not below {limit}."
+        return "learned", f"It has learned: {result}, below {limit}; training began at {render_number(first)}."
     if last > first - _LEARNED * abs(first):
         return "not", f"It has hardly learned: the training loss went {change}."
     return "learned", f"It has learned: the training loss fell {change}."

@@ -67,7 +67,7 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
     """Yield a heat map of the ranks' own seconds per step: which one the others wait for, and since when."""
     rows = [(row["step"], times) for row in record.train_rows if (times := _read_times(row.get("rank_seconds")))]
     size = -(-len(rows) // _MAX_COLUMNS) or 1
-    groups = [rows[place : place + size] for place in range(0, len(rows), size)]
+    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     count = max((len(times) for _, times in rows), default=0)  # a run can be resumed with another number of ranks
     values = [[_find_median([times for _, times in group], rank) for group in groups] for rank in range(count)]
     if not (slowest := _find_slowest(values)):
@@ -86,9 +86,9 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
 
 def _find_slowest(values: Sequence[Sequence[float | None]]) -> list[int]:
     """Return the ranks with the largest values, in order; without those of which nothing is known."""
-    known = [[value for value in row if value is not None] for row in values]
-    ranks = [rank for rank, row in enumerate(known) if row]
-    return sorted(sorted(ranks, key=lambda rank: -max(known[rank]))[:_MAX_RANKS])
+    measured = [[value for value in row if value is not None] for row in values]
+    ranks = [rank for rank, row in enumerate(measured) if row]
+    return sorted(sorted(ranks, key=lambda rank: -max(measured[rank]))[:_MAX_RANKS])
 
 
 def _read_times(value: object) -> list[float | None]:
@@ -96,8 +96,8 @@ def _read_times(value: object) -> list[float | None]:
 
 
 def _find_median(rows: Sequence[Sequence[float | None]], rank: int) -> float | None:
-    known = [value for row in rows if rank < len(row) and (value := row[rank]) is not None]
-    return statistics.median(known) if known else None
+    values = [value for row in rows if rank < len(row) and (value := row[rank]) is not None]
+    return statistics.median(values) if values else None
 
 
 _SMALL = 0.0005  # collectives with a smaller share of what is sent, such as those of a start, have no row
@@ -118,17 +118,17 @@ def build_network(record: RunRecord) -> Iterator[Block]:
     if waits := record.values("message_wait_seconds"):
         share = sum(waits) / (sum(record.values("step_seconds")) or 1.0)
         yield Lines([f"Even the busiest process waited for messages for {render_percent(share)} of the time of steps."])
-    if found := record.find_events("network"):
-        yield from _list_last(found[-1])
+    if events := record.find_events("network"):
+        yield from _list_last(events[-1])
 
 
 def _list_last(event: Mapping[str, Any]) -> Iterator[Block]:
     """Tables of the last start that ended: its collectives by group, and the interfaces of rank 0's machine."""
     sent, seconds = read_mapping(event, "collectives"), read_number(event, "seconds")
-    known = {name: count for name in sent if (count := read_number(sent, name))}
-    if known:
-        whole = sum(known.values())
-        rows = sorted((item for item in known.items() if item[1] >= _SMALL * whole), key=lambda item: -item[1])
+    counts = {name: count for name in sent if (count := read_number(sent, name))}
+    if counts:
+        whole = sum(counts.values())
+        rows = sorted((item for item in counts.items() if item[1] >= _SMALL * whole), key=lambda item: -item[1])
         yield Table(
             ("sent by rank 0, with evaluations and saves", "bytes", "share"),
             [(redact_text(name), render_bytes(count), render_percent(count / whole)) for name, count in rows],
@@ -148,9 +148,9 @@ _SMALL = 0.001  # parts of all memory below this share, planned and measured, ha
 def build_prediction(record: RunRecord) -> Iterator[Block]:
     """Yield time and money as predicted before the first step, beside those measured."""
     events = record.find_events("reckoning")
-    found = events[-1] if events else record.estimate.get("reckoning")
+    event = events[-1] if events else record.estimate.get("reckoning")
     sides = [
-        {name: value for name in read_mapping(found, side) if (value := read_number(found, side, name)) is not None}
+        {name: value for name in read_mapping(event, side) if (value := read_number(event, side, name)) is not None}
         for side in ("predicted", "measured")
     ]
     rows = [row for row in list_compared(*sides) if not row[0].startswith("memory")]  # it has a section of its own
@@ -207,8 +207,8 @@ def _compare_bytes(name: str, planned: float, measured: float) -> tuple[str, str
 def _estimated_bytes(record: RunRecord) -> float | None:
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
     parts = [read_number(record.estimate, "memory", name) for name in names]
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+    sizes = [part for part in parts if part is not None]
+    return sum(sizes) if len(sizes) == len(parts) else None
 
 
 def build_benchmarks(record: RunRecord) -> Iterator[Block]:
@@ -222,7 +222,7 @@ def build_benchmarks(record: RunRecord) -> Iterator[Block]:
         series.append(Series(f"{task} {metric}", points, is_marked=True))
         chosen, comma, rest = metric.partition(",")
         error = read_number(record.task_rows[-1], "tasks", task, f"{chosen}{_ERROR}{comma}{rest}")
-        rows.append((task, metric, *(render_number(points[place][1]) for place in (0, -1)), render_number(error)))
+        rows.append((task, metric, *(render_number(points[index][1]) for index in (0, -1)), render_number(error)))
     if series:
         yield Curves("benchmarks", "step", series)
         yield Table(("task", "metric", "first", "last", "standard error of the last"), rows, is_text=True)
@@ -230,10 +230,10 @@ def build_benchmarks(record: RunRecord) -> Iterator[Block]:
 
 def _list_benchmarks(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield each task with each of its metrics, without their standard errors."""
-    found = {
+    metrics = {
         (task, name): None
         for row in record.task_rows
         for task, values in (row.get("tasks") or {}).items()
         for name in values
     }
-    yield from ((task, name) for task, name in found if not name.partition(",")[0].endswith(_ERROR))
+    yield from ((task, name) for task, name in metrics if not name.partition(",")[0].endswith(_ERROR))

@@ -44,8 +44,8 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     """Return the running median over a fiftieth of the points, centred; of very many, evenly spaced ones of them."""
     half = max(1, round(_WINDOW_SHARE * len(points) / 2))
     places = range(0, len(points), -(-len(points) // _MOST_POINTS) or 1)
-    around = ([y for _, y in points[max(0, place - half) : place + half + 1]] for place in places)
-    return [(points[place][0], statistics.median(near)) for place, near in zip(places, around, strict=True)]
+    around = ([y for _, y in points[max(0, index - half) : index + half + 1]] for index in places)
+    return [(points[index][0], statistics.median(near)) for index, near in zip(places, around, strict=True)]
 
 
 def read_points(rows: Sequence[Mapping[str, Any]], name: str, axis: str = "step") -> list[Point]:

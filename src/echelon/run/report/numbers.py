@@ -52,7 +52,7 @@ def pick_ticks(low: float, high: float, count: int = 5) -> list[float]:
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
-    return [round(step * place, 12) for place in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [round(step * index, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def pick_axis(low: float, high: float) -> list[float]:

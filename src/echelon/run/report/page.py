@@ -112,10 +112,10 @@ def _plot_bars(bars: Bars) -> dict[str, Any]:
     rows = []
     for label, parts in bars.rows:
         start, drawn = 0.0, []
-        for place, (name, value) in enumerate(parts):
+        for index, (name, value) in enumerate(parts):
             width = _WIDTH * value / largest
             title = f"{name}: {render_value(value, bars.form)}"
-            drawn.append((start, max(0.0, width - 1.5), place % _NUM_COLOURS, title))
+            drawn.append((start, max(0.0, width - 1.5), index % _NUM_COLOURS, title))
             start += width
         rows.append((label, render_value(sum(value for _, value in parts), bars.form), drawn))
     names = [name for name, _ in bars.rows[0][1]]
@@ -123,7 +123,7 @@ def _plot_bars(bars: Bars) -> dict[str, Any]:
         parts = bars.rows[0][1]
         whole = sum(value for _, value in parts) or 1.0
         names = [f"{100 * value / whole:.1f} % {name} ({render_value(value, bars.form)})" for name, value in parts]
-    legend = [(name, place % _NUM_COLOURS) for place, name in enumerate(names)]
+    legend = [(name, index % _NUM_COLOURS) for index, name in enumerate(names)]
     return {"rows": rows, "legend": legend, "is_list": is_single}
 
 
@@ -142,8 +142,8 @@ def _plot_timeline(timeline: Timeline) -> dict[str, Any]:
 
 def _plot_heat_map(heat: HeatMap) -> dict[str, Any]:
     """Return a cell for each known value."""
-    known = [value for row in heat.values for value in row if value is not None]
-    low, high = min(known), max(known)
+    values = [value for row in heat.values for value in row if value is not None]
+    low, high = min(values), max(values)
     wide, tall = _WIDTH / len(heat.columns), _HEIGHT / len(heat.rows)
     cells = [
         (

@@ -68,8 +68,8 @@ def _render_table(table: Table) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         first, *rest = (
-            cell.ljust(width) if table.is_text or place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if table.is_text or index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield "  ".join([first, *rest]).rstrip()
 
@@ -83,8 +83,8 @@ def _render_curves(curves: Curves, width: int) -> Iterator[str]:
     for series in shown:
         yield f"{curves.name}: {series.name}" if len(shown) > 1 else curves.name
         cells = _plot(series, bounds, width - _LABEL_WIDTH)
-        for place, row in enumerate(cells):
-            edge = {0: bounds[3], len(cells) - 1: bounds[2]}.get(place)
+        for index, row in enumerate(cells):
+            edge = {0: bounds[3], len(cells) - 1: bounds[2]}.get(index)
             label = "" if edge is None else render_axis(float(f"{edge:.4g}"), curves.form)
             yield f"{label:>{_LABEL_WIDTH - 2}} ▕{row}".rstrip()
         left, right = render_axis(bounds[0], "number"), f"{curves.axis} {render_axis(bounds[1], 'number')}"
@@ -109,8 +109,8 @@ def _plot(series: Series, bounds: tuple[float, float, float, float], width: int)
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Yield the dots from one to another."""
     length = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    for place in range(length + 1):
-        yield tuple(round(one + (other - one) * place / length) for one, other in zip(start, end, strict=True))  # type: ignore[misc]
+    for dot in range(length + 1):
+        yield tuple(round(one + (other - one) * dot / length) for one, other in zip(start, end, strict=True))  # type: ignore[misc]
 
 
 def _render_bars(bars: Bars, width: int) -> Iterator[str]:
@@ -134,8 +134,8 @@ def _render_timeline(timeline: Timeline, width: int) -> str:
     whole, last = timeline.seconds or 1.0, width - 1
     cells = ["·"] * width
     for start, end in timeline.spans:
-        for place in range(round(last * start / whole), round(last * end / whole) + 1):
-            cells[min(last, place)] = "━"
+        for cell in range(round(last * start / whole), round(last * end / whole) + 1):
+            cells[min(last, cell)] = "━"
     for mark in timeline.marks:
         if mark.name:
             cells[min(last, round(last * mark.seconds / whole))] = "✗" if mark.is_bad else "┃"
@@ -143,8 +143,8 @@ def _render_timeline(timeline: Timeline, width: int) -> str:
 
 
 def _render_heat_map(heat: HeatMap) -> Iterator[str]:
-    known = [value for row in heat.values for value in row if value is not None]
-    low, high = min(known), max(known)
+    values = [value for row in heat.values for value in row if value is not None]
+    low, high = min(values), max(values)
     yield f"{heat.name}: {render_value(low, heat.form)} (light) to {render_value(high, heat.form)} (dark)"
     wide = max(map(len, heat.rows))
     for name, row in zip(heat.rows, heat.values, strict=True):

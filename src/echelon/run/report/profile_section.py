@@ -125,15 +125,15 @@ def _compare_with_link(sent: Collectives, record: RunRecord) -> str:
     if not count or not per_machine:
         return "unknown"
     if count <= per_machine:
-        place = "inside"
+        level = "inside"
     elif sent.ends is None:
         return "unknown"
     else:
-        place = "inside" if sent.ends[0] // per_machine == sent.ends[1] // per_machine else "between"
-    name, bandwidth = read_value(cluster, "links", place, "name"), read_number(cluster, "links", place, "bandwidth")
+        level = "inside" if sent.ends[0] // per_machine == sent.ends[1] // per_machine else "between"
+    name, bandwidth = read_value(cluster, "links", level, "name"), read_number(cluster, "links", level, "bandwidth")
     if bandwidth is None and read_value(cluster, "kind") == "cuda":
         links = usual_links(str(read_value(cluster, "accelerator", "name")))
-        link = links.inside if place == "inside" else links.between
+        link = links.inside if level == "inside" else links.between
         name, bandwidth = link.name, link.bandwidth
     if bandwidth is None or sent.bus_rate is None:
         return "unknown"

@@ -65,15 +65,15 @@ def _list_answers(record: RunRecord) -> Iterator[Block]:
     steps = list(dict.fromkeys(row["step"] for row in answers))
     rows: list[Sequence[str]] = []
     for step in _spread(steps):
-        here = [row for row in answers if row["step"] == step]
-        found: dict[str, list[float | None]] = {}
-        for row in here:
-            found.setdefault(row["text"], []).append(row["reward"])
-        common = sorted(found.items(), key=lambda item: -len(item[1]))[:_MAX_ANSWERS]
+        at_step = [row for row in answers if row["step"] == step]
+        by_text: dict[str, list[float | None]] = {}
+        for row in at_step:
+            by_text.setdefault(row["text"], []).append(row["reward"])
+        common = sorted(by_text.items(), key=lambda item: -len(item[1]))[:_MAX_ANSWERS]
         for text, rewards in common:
-            share, reward = len(rewards) / len(here), rewards[0]
+            share, reward = len(rewards) / len(at_step), rewards[0]
             rows.append((
-                str(step), _show(here[0]["prompt"]), _show(text), render_percent(share),
+                str(step), _show(at_step[0]["prompt"]), _show(text), render_percent(share),
                 "none" if reward is None else render_number(reward),
             ))  # fmt: skip
     if rows:

@@ -114,10 +114,10 @@ def read_record(path: Path, with_traces: bool = True) -> RunRecord:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which a share of the values is, from 0 to 1, by linear interpolation between ranks."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -309,20 +309,20 @@ def _plan(record: RunRecord) -> Iterator[Block]:
 
 
 def _environment(record: RunRecord) -> Iterator[Block]:
-    if not (found := record.environment):
+    if not (environment := record.environment):
         return
-    cluster = read_mapping(found, "cluster")
+    cluster = read_mapping(environment, "cluster")
     device = read_value(cluster, "accelerator", "name")
     count, per_node = cluster.get("num_devices"), cluster.get("devices_per_node")
     rows = [
-        ("machine", f"{found.get('hostname')}, {found.get('num_cores')} cores"),
+        ("machine", f"{environment.get('hostname')}, {environment.get('num_cores')} cores"),
         ("devices", UNKNOWN if device is None else f"{count} x {device}, {per_node} per machine"),
-        ("platform", str(found.get("platform"))),
-        ("Python", str(found.get("python"))),
-        ("packages", ", ".join(f"{name} {version}" for name, version in read_mapping(found, "packages").items())),
-        ("git revision", str(found.get("git_revision") or UNKNOWN)),
+        ("platform", str(environment.get("platform"))),
+        ("Python", str(environment.get("python"))),
+        ("packages", ", ".join(f"{name} {version}" for name, version in read_mapping(environment, "packages").items())),
+        ("git revision", str(environment.get("git_revision") or UNKNOWN)),
     ]
-    if variables := read_mapping(found, "variables"):
+    if variables := read_mapping(environment, "variables"):
         rows.append(("variables", ", ".join(f"{name}={value}" for name, value in variables.items())))
     yield Pairs([(name, redact_text(value)) for name, value in rows])
 
@@ -332,11 +332,11 @@ def _spans(record: RunRecord, began: float, wall: float) -> list[tuple[float, fl
     beginnings = [row["time"] for row in record.find_events("prepare", "start", "resume")]
     spans: list[tuple[float, float]] = []
     for row in record.events:
-        place = row["time"] - began
+        seconds = row["time"] - began
         opens = row["time"] in beginnings and (not spans or _has_ended(record, began + spans[-1][1]))
         if opens or not spans:
-            spans.append((place, place))
-        spans[-1] = (spans[-1][0], place)
+            spans.append((seconds, seconds))
+        spans[-1] = (spans[-1][0], seconds)
     if record.summary.status == "running" and spans:
         spans[-1] = (spans[-1][0], wall)
     return spans
@@ -350,8 +350,8 @@ def _has_ended(record: RunRecord, at: float) -> bool:
 
 def _read_goodput(record: RunRecord) -> dict[str, float]:
     """Return the seconds of each cause, if they were written after the last start; else nothing."""
-    found = record.find_events("goodput", "start", "resume")
-    seconds = read_mapping(found[-1], "seconds") if found else {}
+    events = record.find_events("goodput", "start", "resume")
+    seconds = read_mapping(events[-1], "seconds") if events else {}
     return {name: value for name in seconds if name != "stopped" and (value := read_number(seconds, name)) is not None}
 
 

@@ -107,10 +107,10 @@ class _Event:
 
 def read_traces(run: Path) -> tuple[list[Trace], list[str]]:
     """Read the traces of a run's newest profile, by rank; return them, and a line about each that was left out."""
-    found = [(path, match) for path in (run / "profile").glob("*.json.gz") if (match := _parse_name(path.name))]
-    newest = max((int(match[1]) for _, match in found), default=0)
+    files = [(path, match) for path in (run / "profile").glob("*.json.gz") if (match := _parse_name(path.name))]
+    newest = max((int(match[1]) for _, match in files), default=0)
     traces, faults = [], []
-    for path, match in sorted(found):
+    for path, match in sorted(files):
         if int(match[1]) == newest:
             try:
                 trace = analyse(parse_json(_unpack(path)), int(match[2]))
@@ -206,8 +206,8 @@ def _measure(intervals: Iterable[Interval]) -> Callable[[Interval], float]:
     before = [0.0, *accumulate(end - start for start, end in merged)]
 
     def measure_until(moment: float) -> float:
-        place = bisect_right(starts, moment) - 1
-        return 0.0 if place < 0 else before[place] + min(moment, merged[place][1]) - starts[place]
+        index = bisect_right(starts, moment) - 1
+        return 0.0 if index < 0 else before[index] + min(moment, merged[index][1]) - starts[index]
 
     return lambda span: measure_until(span[1]) - measure_until(span[0])
 
@@ -218,13 +218,13 @@ def _parse_name(name: str) -> re.Match[str] | None:
 
 def _read_events(content: object) -> Iterator[_Event]:
     """Yield the complete events of a trace, in microseconds, without damaged ones."""
-    found = content.get("traceEvents") if isinstance(content, dict) else None
-    for row in found if isinstance(found, list) else []:
+    rows = content.get("traceEvents") if isinstance(content, dict) else None
+    for row in rows if isinstance(rows, list) else []:
         start, length = read_number(row, "ts"), read_number(row, "dur")
         if start is None or length is None or not isinstance(row.get("name"), str):
             continue
-        place = str(row.get("pid")), str(row.get("tid"))
-        yield _Event(row["name"], str(row.get("cat")), start, start + length, place, read_mapping(row, "args"))
+        thread = str(row.get("pid")), str(row.get("tid"))
+        yield _Event(row["name"], str(row.get("cat")), start, start + length, thread, read_mapping(row, "args"))
 
 
 def _classify(events: Sequence[_Event]) -> dict[str, list[Interval]]:
@@ -258,8 +258,8 @@ def _in_steps(spans: Sequence[Interval]) -> Callable[[_Event], bool]:
     starts = [start for start, _ in merged]
 
     def is_inside(event: _Event) -> bool:
-        place = bisect_right(starts, event.start)
-        return place > 0 and event.start < merged[place - 1][1]
+        index = bisect_right(starts, event.start)
+        return index > 0 and event.start < merged[index - 1][1]
 
     return is_inside
 
@@ -272,8 +272,8 @@ def _count_collectives(
     by_kind = defaultdict(list)
     for event in events:
         by_kind[_name_collective(event), _find_ends(event) or everyone].append(event)
-    found = [_sum_up(name, ends, group, group_size) for (name, ends), group in by_kind.items()]
-    return sorted(found, key=lambda part: -part.seconds)
+    collectives = [_sum_up(name, ends, group, group_size) for (name, ends), group in by_kind.items()]
+    return sorted(collectives, key=lambda part: -part.seconds)
 
 
 def _sum_up(name: str, ends: tuple[int, int] | None, events: Sequence[_Event], group_size: float | None) -> Collectives:
@@ -288,8 +288,8 @@ def _sum_up(name: str, ends: tuple[int, int] | None, events: Sequence[_Event], g
 
 def _add_up(values: Sequence[float | None]) -> float | None:
     """Return the sum; None if one of the values is unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if len(numbers) == len(values) else None
 
 
 def _find_ends(event: _Event) -> tuple[int, int] | None:
@@ -311,8 +311,8 @@ def _find_group_size(content: object) -> float | None:
 
 def _name_collective(event: _Event) -> str:
     """Return all_reduce and so on: NCCL's kernels have the name in their arguments, gloo's operators in their name."""
-    given = event.details.get("Collective name")
-    name = given if isinstance(given, str) and given else event.name.removeprefix("gloo:")
+    label = event.details.get("Collective name")
+    name = label if isinstance(label, str) and label else event.name.removeprefix("gloo:")
     return {"allreduce": "all_reduce", "_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter"}.get(
         name, name
     )
@@ -327,8 +327,8 @@ def _count_bytes(event: _Event) -> int | None:
     if not (isinstance(sizes, list) and isinstance(kinds, list) and sizes):
         return None
     counts = [_count_tensor(size, kind) for size, kind in zip(sizes, kinds, strict=False)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    known_counts = [count for count in counts if count is not None]
+    return sum(known_counts) if len(known_counts) == len(sizes) else None
 
 
 def _count_tensor(shape: object, kind: object) -> int | None:
@@ -359,7 +359,7 @@ def _ring_bytes(name: str, event: _Event, size: int | None, group_size: float | 
 def _find_largest(events: Sequence[_Event], count: int = 10) -> list[tuple[str, int, float]]:
     """Return the names with the most time of their own, without that of the operators they call; count, seconds."""
     counts: Counter[str] = Counter()
-    own: dict[str, float] = defaultdict(float)
+    own_seconds: dict[str, float] = defaultdict(float)
     by_place = defaultdict(list)
     for event in events:
         by_place[event.place].append(event)
@@ -369,9 +369,9 @@ def _find_largest(events: Sequence[_Event], count: int = 10) -> list[tuple[str, 
             while around and around[-1].end <= event.start:
                 around.pop()
             if around:
-                own[around[-1].name] -= event.end - event.start
+                own_seconds[around[-1].name] -= event.end - event.start
             around.append(event)
             counts[event.name] += 1
-            own[event.name] += event.end - event.start
-    largest = sorted(own, key=lambda name: -own[name])[:count]
-    return [(name, counts[name], own[name] * _SECONDS) for name in largest]
+            own_seconds[event.name] += event.end - event.start
+    largest = sorted(own_seconds, key=lambda name: -own_seconds[name])[:count]
+    return [(name, counts[name], own_seconds[name] * _SECONDS) for name in largest]

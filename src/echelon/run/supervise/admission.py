@@ -67,11 +67,11 @@ class MachineReport:
     def of(health: Health, missing: str | None, fault: FaultConfig) -> "MachineReport":
         """The condition of this machine. `missing`: the message if it lacks GPUs that its job asked for."""
         severity = Severity.ENDS if fault.on_bad_machine == "leave_out" else Severity.NAMED
-        found = [Problem(words, severity) for words in health.faults]
-        found += [Problem(words, _slow_severity(fault)) for words in health.slowdowns]
+        problems = [Problem(words, severity) for words in health.faults]
+        problems += [Problem(words, _slow_severity(fault)) for words in health.slowdowns]
         if missing is not None:
-            found.insert(0, Problem(missing.rstrip("."), Severity.REFUSES))
-        return MachineReport(tuple(found), health.rates)
+            problems.insert(0, Problem(missing.rstrip("."), Severity.REFUSES))
+        return MachineReport(tuple(problems), health.rates)
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ class AdmissionResult:
 
 def judge(conditions: Mapping[str, MachineReport], fault: FaultConfig) -> dict[str, list[Problem]]:
     """The problems of each machine: those it knows, and those that show when it is compared with the others."""
-    found = {host: list(condition.problems) for host, condition in conditions.items()}
+    problems = {host: list(condition.problems) for host, condition in conditions.items()}
     for host, words in _compare_clocks(conditions).items():
         severity = Severity.LEFT_OUT if fault.on_bad_machine == "leave_out" else Severity.NAMED
-        found[host].append(Problem(words, severity))
+        problems[host].append(Problem(words, severity))
     for host, condition in conditions.items():
         for kind, rate in condition.rates.items():
             others = [other.rates[kind] for name, other in conditions.items() if name != host and kind in other.rates]
             if others and rate < _SLOW * (usual := median(others)):
                 words = f"it is slow ({kind}): {rate:.3g} per second, and the other machines {usual:.3g}"
-                found[host].append(Problem(words, _slow_severity(fault)))
-    return found
+                problems[host].append(Problem(words, _slow_severity(fault)))
+    return problems
 
 
 def _compare_clocks(conditions: Mapping[str, MachineReport]) -> dict[str, str]:
@@ -175,7 +175,7 @@ class Admission:
 
     def _decide(self, conditions: Mapping[str, MachineReport], waiting: Sequence[str]) -> None:
         problems = judge(conditions, self._fault)
-        worst = {host: max((p.severity for p in found), default=Severity.NAMED) for host, found in problems.items()}
+        worst = {host: max((p.severity for p in of_host), default=Severity.NAMED) for host, of_host in problems.items()}
         taken = [host for host in conditions if worst[host] == Severity.NAMED and not self._watch.is_silent(host)]
         if len(taken) < self._watch.group.min_nodes:
             if self._may_grow(len(conditions)):
@@ -233,13 +233,13 @@ class Admission:
 
     def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> AdmissionResult:
         """Why the job ends on all machines: too few are left without the bad ones."""
-        refused = [p.words for found in problems.values() for p in found if p.severity == Severity.REFUSES]
+        refused = [p.words for of_host in problems.values() for p in of_host if p.severity == Severity.REFUSES]
         if refused:
             return AdmissionResult(False, f"{refused[0]}.", True, REFUSED)
         bad = [
             f"machine {host}: {problem.words}"
-            for host, found in problems.items()
-            for problem in found
+            for host, of_host in problems.items()
+            for problem in of_host
             if problem.severity == Severity.ENDS
         ]
         least = self._watch.group.min_nodes

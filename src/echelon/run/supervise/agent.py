@@ -187,11 +187,11 @@ class Agent:
         Raises LaunchError if this machine is not among enough others.
         """
         step = _find_newest_step(job)
-        found = succeed(lost, self._address, restarts, job.folder, job.least_machines(lost.group.min_nodes), step)
+        meeting = succeed(lost, self._address, restarts, job.folder, job.least_machines(lost.group.min_nodes), step)
         lost.close()
-        if found is None:
+        if meeting is None:
             raise self._explain_loss(error.__cause__ or error) from error
-        rendezvous, decision = found
+        rendezvous, decision = meeting
         self._group, self.is_coordinator = rendezvous.group, rendezvous.coordinates
         self.keeps_journal = self.is_coordinator
         self._begin_again(job, decision, None)
@@ -442,8 +442,8 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         ),
         **settings,
     }
-    known = {field.name for field in fields(LaunchConfig)}
-    return LaunchConfig(**{key: value for key, value in config.items() if key in known})
+    names = {field.name for field in fields(LaunchConfig)}
+    return LaunchConfig(**{key: value for key, value in config.items() if key in names})
 
 
 def _silence_torchrun() -> None:

@@ -247,9 +247,9 @@ class AgentRendezvous:
 
     def _list_members(self, store: _Store) -> MemberList:
         """On the coordinator: the machines that do not stay silent, this one first."""
-        known = [json.loads(line) for line in read_lines(store, "members")]
-        here = [(host, address) for host, address in known if host == self.host or not self._silent(store, host)]
-        return replace(self.member_list, members=tuple(sorted(here, key=lambda member: member[0] != self.host)))
+        members = [json.loads(line) for line in read_lines(store, "members")]
+        present = [(host, address) for host, address in members if host == self.host or not self._silent(store, host)]
+        return replace(self.member_list, members=tuple(sorted(present, key=lambda member: member[0] != self.host)))
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ class MembershipStore:
                 break
             if self.is_over(view.number):
                 self._settle(result, _GIVEN_UP)
-        found = self._store.get(result).decode()
-        return None if found == _GIVEN_UP else found == _LAST
+        decision = self._store.get(result).decode()
+        return None if decision == _GIVEN_UP else decision == _LAST
 
     def await_end(self, view: View, is_first: bool) -> bool:
         """Wait until the first replica of the view has finished the run; return False if the view is over before.

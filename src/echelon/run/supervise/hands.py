@@ -243,8 +243,8 @@ class NodeAgent:
         try:
             self._line = Line(socket.create_connection((self._address, port), _CONNECT_SECONDS))
         except OSError as error:
-            place = join_endpoint(self._address, port)
-            raise LaunchError(f"the machine that keeps the replicas cannot be reached at {place}: {error}") from error
+            peer = join_endpoint(self._address, port)
+            raise LaunchError(f"the machine that keeps the replicas cannot be reached at {peer}: {error}") from error
         self._line.tell(token=token, name=platform.node())
         self._running: dict[str, tuple[int, float, StartedWorker]] = {}
         self._is_over = False
@@ -271,8 +271,8 @@ class NodeAgent:
         job = self._job
         if order["do"] == "start":
             member, rank = order["member"], order["rank"]
-            place = replica_environment(rank, job.world_size, job.num_processes, self._address, order["port"], member)
-            worker = start_worker(job.argv, {**read_environment(), **place}, self._warm)
+            env = replica_environment(rank, job.world_size, job.num_processes, self._address, order["port"], member)
+            worker = start_worker(job.argv, {**read_environment(), **env}, self._warm)
             self._running[member] = (rank, time.time(), worker)
             self._line.tell(member=member, pid=worker.pid, code=None, outcome=None)
         elif order["do"] == "kill" and order["member"] in self._running:

@@ -91,9 +91,9 @@ def _by_rank(records: Sequence[HangRecord], key: str) -> dict[int, dict[int, Col
 def _find_mismatch(group: WatchedGroup, entered: Mapping[int, Mapping[int, Collective]]) -> str:
     """Describe the first collective of a group that its members entered differently; empty if there is none."""
     for number in sorted({number for those in entered.values() for number in those}):
-        here = {rank: those[number] for rank, those in sorted(entered.items()) if number in those}
-        first, one = next(iter(here.items()))
-        for rank, other in here.items():
+        by_rank = {rank: those[number] for rank, those in sorted(entered.items()) if number in those}
+        first, one = next(iter(by_rank.items()))
+        for rank, other in by_rank.items():
             # Other collectives may have inputs of different sizes.
             differs = other.name != one.name or (one.name == "all_reduce" and other.sizes != one.sizes)
             if differs:
@@ -153,16 +153,16 @@ def _find_absent(records: Sequence[HangRecord]) -> str:
     waiting = [record for record in records if record.waits_in is not None]
     if not absent or not waiting:
         return ""
-    here = "; ".join(f"rank {record.rank} does not wait for others: it is at {record.place}" for record in absent)
+    missing = "; ".join(f"rank {record.rank} does not wait for others: it is at {record.place}" for record in absent)
     ranks = "rank " + ", ".join(str(record.rank) for record in waiting)
-    return f"{here}; {ranks} waits for a message at {waiting[0].place}"
+    return f"{missing}; {ranks} waits for a message at {waiting[0].place}"
 
 
 def _list_open(record: HangRecord) -> list[Collective]:
     """Return the collectives that a rank waits in; the last one is over if it has failed."""
-    found = [collective for collective in record.collectives if not collective.is_over]
+    unfinished = [collective for collective in record.collectives if not collective.is_over]
     last = record.collectives[-1:]
-    return found or [collective for collective in last if collective.name == record.waits_in]
+    return unfinished or [collective for collective in last if collective.name == record.waits_in]
 
 
 def _find_wait(records: Sequence[HangRecord], silent: Sequence[int]) -> str:

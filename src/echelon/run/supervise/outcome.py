@@ -239,10 +239,10 @@ def _find_abort_reason(death: ProcessDeath, logs_dir: Path) -> str:
     try:
         with open_regular(logs_dir / f"rank-{death.rank:05d}.log") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
-            found = _ABORTED.findall(log.read(_LAST_BYTES))
+            reasons = _ABORTED.findall(log.read(_LAST_BYTES))
     except OSError:
         return ""
-    return b"".join(found[-1]).decode(errors="replace").strip(". \r")[:_REASON_LENGTH] if found else ""
+    return b"".join(reasons[-1]).decode(errors="replace").strip(". \r")[:_REASON_LENGTH] if reasons else ""
 
 
 def describe_ending(death: ProcessDeath) -> str:

@@ -93,17 +93,17 @@ class GuardedBackend:
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the present state and its token. Raises RendezvousStateError for a state that no agent wrote."""
-        found = self._inner.get_state()
-        if found is not None:
-            check_state(found[0], self._endpoint)
-        return found
+        state = self._inner.get_state()
+        if state is not None:
+            check_state(state[0], self._endpoint)
+        return state
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Try to replace the state that has this token; the result may be a state written by another agent."""
-        found = self._inner.set_state(state, token)
-        if found is not None:
-            check_state(found[0], self._endpoint)
-        return found
+        result = self._inner.set_state(state, token)
+        if result is not None:
+            check_state(result[0], self._endpoint)
+        return result
 
 
 def check_state(state: bytes, endpoint: str) -> None:

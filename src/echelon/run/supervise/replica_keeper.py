@@ -174,8 +174,8 @@ class ReplicaSupervisor:
         job, machine, port = self._job, rank // self._job.num_processes, self._store.port
         if machine and self._machines is not None:
             return self._machines.at(machine).start(member, rank, port)
-        place = replica_environment(rank, job.world_size, job.num_processes, self._address, port, member)
-        return start_worker(job.argv, {**read_environment(), **place}, self._warm)
+        env = replica_environment(rank, job.world_size, job.num_processes, self._address, port, member)
+        return start_worker(job.argv, {**read_environment(), **env}, self._warm)
 
     def _listen(self) -> None:
         """Remember what the replicas say of themselves: the board may forget it."""

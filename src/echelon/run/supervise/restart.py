@@ -181,7 +181,7 @@ def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
     if ends.get(rank) == STOPPED:
         return False
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # already reaped by the agent; a rank that ended well has a report
         return ends.get(rank, FAILED) == FAILED
-    return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)
+    return status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)

@@ -137,8 +137,8 @@ def succeed(
     for host, where in others:
         rendezvous, is_own = None, host == lost.host
         try:
-            place = replace(group, host=where, coordinates=is_own)
-            rendezvous = AgentRendezvous(place, platform.node(), restarts, address, member_list.next(), _FIND_SECONDS)
+            moved = replace(group, host=where, coordinates=is_own)
+            rendezvous = AgentRendezvous(moved, platform.node(), restarts, address, member_list.next(), _FIND_SECONDS)
             if is_own:
                 hosts = {other for other, _ in others}
                 decision = _take_over(rendezvous, lost.host, hosts, enough, folder, restarts, step)
@@ -170,16 +170,16 @@ def _take_over(
     began = enough_since = time.monotonic()
     while True:
         now = time.monotonic()
-        here = hosts & set(read_lines(store, _SUPPORT)) - set(read_lines(store, _WITHDRAWN))
-        if len(here) < enough:
+        ready = hosts & set(read_lines(store, _SUPPORT)) - set(read_lines(store, _WITHDRAWN))
+        if len(ready) < enough:
             enough_since = now
-        if here == hosts or now - enough_since > _SETTLE_SECONDS or now - began > _FIND_SECONDS:
+        if ready == hosts or now - enough_since > _SETTLE_SECONDS or now - began > _FIND_SECONDS:
             break
         time.sleep(_LOOK_SECONDS)
-    if len(here) < enough:
+    if len(ready) < enough:
         return None
     if rendezvous.group.lives_on:  # its keeper goes on with the machines that are there
-        rendezvous.group = replace(rendezvous.group, min_nodes=min(len(here), rendezvous.group.min_nodes))
+        rendezvous.group = replace(rendezvous.group, min_nodes=min(len(ready), rendezvous.group.min_nodes))
     claim = Claim(
         rendezvous.member_list.job,
         rendezvous.member_list.term,
@@ -190,7 +190,7 @@ def _take_over(
     with suppress(OSError):  # the disk may be full; the lock of the folder still keeps the old coordinator out
         write_json(folder.claim_path, asdict(claim))
     time.sleep(2 * _CLAIM_SECONDS)  # the old coordinator, if it still runs, stops meanwhile
-    failure = Outcome(FAILED, f"the coordinator was lost; {rendezvous.host} has taken over, with {len(here)} machines")
+    failure = Outcome(FAILED, f"the coordinator was lost; {rendezvous.host} has taken over, with {len(ready)} machines")
     ending = restarts.refuse(failure, step)
     decision = Decision(ending is None, FAILED, (ending or failure).message, restarts.done, step)
     store.set(_INHERITED, json.dumps(asdict(decision)))

@@ -100,10 +100,10 @@ def pack(learner: "Learner", drawn: Drawn) -> dict[str, Any]:
     cooled = [row.clone() for row in rollouts.at_temperature]  # a part of a tensor is saved with all of it
     columns = [rollouts.prompts, rollouts.answers, cooled, rollouts.ended, drawn.scores]
     columns += [] if played is None else [played.written, played.earned, played.turns]
-    own = (list(zip(*columns, strict=True)), () if played is None else played.failures)
-    places = dict(gather_objects((rollouts.place.rank, own), learner.meshes.everyone))
-    rows = [row for place in sorted(places) for row in places[place][0]]
-    failures = [text for place in sorted(places) for text in places[place][1]]
+    rank_answers = (list(zip(*columns, strict=True)), () if played is None else played.failures)
+    places = dict(gather_objects((rollouts.place.rank, rank_answers), learner.meshes.everyone))
+    rows = [row for rank in sorted(places) for row in places[rank][0]]
+    failures = [text for rank in sorted(places) for text in places[rank][1]]
     buffer = io.BytesIO()
     torch.save({"rows": rows, "failures": failures}, buffer)
     return {"step": drawn.step, "answers": base64.b64encode(buffer.getvalue()).decode("ascii")}
@@ -119,8 +119,8 @@ def unpack(learner: "Learner", judge: "AnswerJudge", saved: Mapping[str, Any]) -
         return None
     try:
         step, packed = int(saved["step"]), io.BytesIO(base64.b64decode(saved["answers"], validate=True))
-        found = torch.load(packed, weights_only=True)
-        rows, failures = list(found["rows"]), list(found["failures"])
+        content = torch.load(packed, weights_only=True)
+        rows, failures = list(content["rows"]), list(content["failures"])
     except Exception as error:  # torch raises errors of many kinds
         raise CheckpointError("state.json has no valid answers of the next step; delete this checkpoint.") from error
     size, place = learner.recipe.rollout.group_size, learner.place

@@ -45,7 +45,7 @@ class Benchmarks:
 
         with learner.engine.evaluation(learner.objective) as evaluation, quiet_harness():
             model = TrainingModel(learner, evaluation, before_pass)
-            own = self._tasks.score(model, learner.recipe.evaluate.tasks_limit, resamples=False)
-        found = broadcast_object(own, learner.meshes.everyone)
-        assert found is not None, "the first rank has the results"
-        return found
+            measured = self._tasks.score(model, learner.recipe.evaluate.tasks_limit, resamples=False)
+        scores = broadcast_object(measured, learner.meshes.everyone)
+        assert scores is not None, "the first rank has the results"
+        return scores

@@ -68,5 +68,5 @@ class RunContents:
 
     def _gather_judges(self) -> list[dict[str, Any]]:
         """Return the state of each model's judge: one, or that of each replica. Collective."""
-        own, outer = self.judge.state_dict(), self.meshes.outer
-        return [own] if outer is None or self.meshes.is_one_model else gather_objects(own, outer)
+        state, outer = self.judge.state_dict(), self.meshes.outer
+        return [state] if outer is None or self.meshes.is_one_model else gather_objects(state, outer)

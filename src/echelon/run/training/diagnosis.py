@@ -34,11 +34,11 @@ class Diagnosis:
     def describe(self) -> str:
         """Describe the diagnosis in two sentences."""
         if self.finding is None:
-            found = "When its batch was rerun, all values were finite"
+            sentence = "When its batch was rerun, all values were finite"
         else:
             on = "" if len(self.ranks) == self.world_size else f", only on rank {', '.join(map(str, self.ranks))}"
-            found = f"When its batch was rerun, the first non-finite value was {self.finding.describe()}{on}"
-        return f"{found}. {self.describe_samples()}."
+            sentence = f"When its batch was rerun, the first non-finite value was {self.finding.describe()}{on}"
+        return f"{sentence}. {self.describe_samples()}."
 
     def describe_samples(self) -> str:
         """List the sample ids."""
@@ -59,16 +59,16 @@ def diagnose(learner: "Learner", batch: StepBatch) -> Diagnosis:
     """Rerun this rank's batch of a bad step, one microbatch at a time, with every layer checked. Collective."""
     batch = batch.to(learner.device)
     num_targets = learner.count_targets(batch).shared.clamp(min=1)
-    found: list[tuple[NonFinite | None, list[int]]] = []
+    findings: list[tuple[NonFinite | None, list[int]]] = []
     for microbatch in batch.microbatches:
         finding = learner.engine.find_nonfinite(batch.step, microbatch, num_targets, learner.objective)
-        found.append((finding, microbatch.sample_ids.tolist()))
-    return merge_findings(gather_objects(found, learner.meshes.everyone))
+        findings.append((finding, microbatch.sample_ids.tolist()))
+    return merge_findings(gather_objects(findings, learner.meshes.everyone))
 
 
 def merge_findings(everyone: list[list[tuple[NonFinite | None, list[int]]]]) -> Diagnosis:
     """Merge the findings of all ranks and microbatches into one diagnosis."""
-    entries = [(rank, finding, ids) for rank, found in enumerate(everyone) for finding, ids in found]
+    entries = [(rank, finding, ids) for rank, of_rank in enumerate(everyone) for finding, ids in of_rank]
     findings = [(finding, rank) for rank, finding, _ in entries if finding is not None]
     first = min((finding for finding, _ in findings), default=None)
     # A non-finite loss shows the origin; non-finite gradients spread to other ranks by the reduction.

@@ -66,16 +66,16 @@ def find_prompts(batch: "StepBatch", longest: int) -> tuple[list[Sequence[int]],
     The prompt of a sequence is what precedes its first target. One that is longer than `longest`, or of a sequence that
     only fills the batch, is not trained on, and has one token here.
     """
-    found = []
+    prompts = []
     for microbatch in batch.microbatches:
         rows = zip(
             microbatch.batch_indices.tolist(), microbatch.input_ids.tolist(), microbatch.labels.tolist(), strict=True
         )
         for index, ids, labels in rows:
-            length = next((place + 1 for place, label in enumerate(labels) if label != NO_LABEL), 0)
+            length = next((position + 1 for position, label in enumerate(labels) if label != NO_LABEL), 0)
             fits = 0 < length <= longest
-            found.append((index, ids[:length] if fits else ids[:1], fits))
-    ordered = sorted(found, key=lambda prompt: prompt[0])
+            prompts.append((index, ids[:length] if fits else ids[:1], fits))
+    ordered = sorted(prompts, key=lambda prompt: prompt[0])
     return [ids for _, ids, _ in ordered], [fits for *_, fits in ordered]
 
 
@@ -89,9 +89,9 @@ def _describe(learner: "Learner", rollouts: Rollouts, fits: Sequence[bool]) -> d
     tokens = sum(len(rollouts.answers[row]) for row in rows)
     surprise = -sum(float(rollouts.at_temperature[row].sum()) for row in rows)
     cut = sum(not rollouts.ended[row] for row in rows)
-    own = torch.tensor([len(fits), len(rows), tokens, cut, surprise], dtype=torch.float64, device=learner.device)
-    add_up(learner, own)
-    count, trained, tokens_, cut_, surprise_ = own.tolist()
+    counts = torch.tensor([len(fits), len(rows), tokens, cut, surprise], dtype=torch.float64, device=learner.device)
+    add_up(learner, counts)
+    count, trained, tokens_, cut_, surprise_ = counts.tolist()
     return {
         "answer_tokens": tokens_ / max(1.0, trained),
         "truncated": cut_ / max(1.0, trained),

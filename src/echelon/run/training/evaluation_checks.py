@@ -22,16 +22,16 @@ def try_benchmarks(recipe: Recipe) -> None:
 
     Raises ConfigError if one cannot run, or `evaluate.select_by` names a metric that no task has.
     """
-    wanted = recipe.evaluate
-    if not wanted.tasks:
+    config = recipe.evaluate
+    if not config.tasks:
         return
     from echelon.learn.benchmarks.harness import open_tasks, try_tasks  # it imports torch
 
-    found = try_tasks(open_tasks(wanted.tasks, TASKS), TASKS).numbers
-    task, _, metric = (wanted.select_by or "").rpartition("/")
-    if task in found and metric not in found[task]:
-        have = ", ".join(name for name in found[task] if "_stderr" not in name)
-        raise ConfigError(f"evaluate.select_by={wanted.select_by}: the task {task} has no such metric; it has {have}.")
+    numbers = try_tasks(open_tasks(config.tasks, TASKS), TASKS).numbers
+    task, _, metric = (config.select_by or "").rpartition("/")
+    if task in numbers and metric not in numbers[task]:
+        have = ", ".join(name for name in numbers[task] if "_stderr" not in name)
+        raise ConfigError(f"evaluate.select_by={config.select_by}: the task {task} has no such metric; it has {have}.")
 
 
 def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
@@ -62,20 +62,20 @@ def _check_selected_set(recipe: Recipe, data: PreparedData, tasks: Sequence[str]
 
 def _check_is_evaluated(recipe: Recipe, data: PreparedData, compares_task: bool) -> None:
     """Refuse what needs evaluations that the recipe does not make. `compares_task`: by a task, not by held-out text."""
-    wanted = recipe.evaluate
+    config = recipe.evaluate
     for key, value, is_done in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best, compares_task),
-        ("evaluate.early_stopping", wanted.early_stopping, compares_task),
-        ("evaluate.prompts", wanted.prompts, False),
+        ("evaluate.early_stopping", config.early_stopping, compares_task),
+        ("evaluate.prompts", config.prompts, False),
     ):
         if value and not data.validation and not is_done:
-            also = ", or evaluate.select_by=TASK/METRIC to compare a task" if wanted.tasks else ""
+            also = ", or evaluate.select_by=TASK/METRIC to compare a task" if config.tasks else ""
             raise ConfigError(
                 f"{key} requires evaluations, and the recipe holds out no text; set data.validation_fraction or "
                 f"data.validation{also}."
             )
     has_rhythm = recipe.train.eval_every is not None or recipe.train.evals_per_epoch is not None
-    if wanted.early_stopping and not has_rhythm and not (compares_task and wanted.tasks_every is not None):
+    if config.early_stopping and not has_rhythm and not (compares_task and config.tasks_every is not None):
         raise ConfigError(
             "evaluate.early_stopping requires evaluations during training, and train.eval_every is null; set "
             "train.eval_every to a number of steps, or train.evals_per_epoch."
@@ -83,13 +83,13 @@ def _check_is_evaluated(recipe: Recipe, data: PreparedData, compares_task: bool)
 
 
 def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
-    wanted = recipe.evaluate
-    room = recipe.data.sequence_len - wanted.prompt_tokens
-    for prompt, ids in zip(wanted.prompts, encode_prompts(wanted.prompts, data.tokenizer), strict=True):
+    config = recipe.evaluate
+    room = recipe.data.sequence_len - config.prompt_tokens
+    for prompt, ids in zip(config.prompts, encode_prompts(config.prompts, data.tokenizer), strict=True):
         if len(ids) > room:
             raise ConfigError(
                 f"evaluate.prompts: {prompt[:40]!r} has {len(ids)} tokens, which with evaluate.prompt_tokens="
-                f"{wanted.prompt_tokens} exceeds data.sequence_len={recipe.data.sequence_len}; shorten the prompt or "
+                f"{config.prompt_tokens} exceeds data.sequence_len={recipe.data.sequence_len}; shorten the prompt or "
                 "lower evaluate.prompt_tokens."
             )
 

@@ -73,10 +73,10 @@ class Evaluations:
         if not any(due) or state.step == self.learner.recipe.num_steps(self.learner.data.train.num_samples):
             due = (True, True)
         with self.accounting.spending("evaluating"):
-            found = None if self.stop.agreed is not None else self._evaluate(state.step, *due)
-        if found is None:
+            outcome = None if self.stop.agreed is not None else self._evaluate(state.step, *due)
+        if outcome is None:
             return replace(state, owes_evaluation=True)
-        (results, scores), recipe, value = found, self.learner.recipe, None
+        (results, scores), recipe, value = outcome, self.learner.recipe, None
         if scores is not None and recipe.compared_task is not None:
             value = scores.find(recipe.compared_task)
         elif results is not None and recipe.compared_task is None:
@@ -107,7 +107,7 @@ class Evaluations:
                 return None
         if results is not None:
             self.accounting.write_evaluation(results.row(step))
-            for failure in dict.fromkeys(text for found in results.sets.values() for text in found.failures):
+            for failure in dict.fromkeys(text for result in results.sets.values() for text in result.failures):
                 logger.warning(f"eval at step {step}: {failure}")
                 self.accounting.event("reward_failed", step=step, message=failure)
         if scores is not None:
@@ -171,8 +171,8 @@ def build_evaluations(
 
 def build_sampler(learner: "Learner") -> PromptSampler | None:
     """Build the sampler that continues `evaluate.prompts` at each evaluation, if there are any."""
-    wanted = learner.recipe.evaluate
-    if not wanted.prompts:
+    evaluate = learner.recipe.evaluate
+    if not evaluate.prompts:
         return None
     seed, stops = learner.recipe.run.seed, learner.stops
-    return PromptSampler(wanted.prompts, wanted.prompt_tokens, learner.tokenizer, stops, seed, learner.device)
+    return PromptSampler(evaluate.prompts, evaluate.prompt_tokens, learner.tokenizer, stops, seed, learner.device)

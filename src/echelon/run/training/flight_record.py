@@ -60,7 +60,7 @@ def _list_collectives(keys: Mapping[str, str]) -> tuple[list[Collective], str | 
     `keys` maps torch's name of a group to its key. A GPU that has finished all of them waits for nobody, wherever the
     code reads a value of it.
     """
-    found: dict[tuple[str, int], Collective] = {}
+    collectives: dict[tuple[str, int], Collective] = {}
     unfinished: dict[tuple[str, int], str] = {}
     messages: dict[str, bool] = {}
     for entry in sorted(_dump_entries(), key=lambda entry: int(entry["time_created_ns"])):
@@ -74,14 +74,14 @@ def _list_collectives(keys: Mapping[str, str]) -> tuple[list[Collective], str | 
         messages[key] = entry["is_p2p"]
         if is_message:
             continue
-        place = (key, entry["collective_seq_id"])
-        found.pop(place, None)
-        unfinished.pop(place, None)
+        entry_id = (key, entry["collective_seq_id"])
+        collectives.pop(entry_id, None)
+        unfinished.pop(entry_id, None)
         is_over = entry["retired"] or entry["state"] == "completed"
-        found[place] = Collective(*place, name, entry["input_sizes"], is_over)
+        collectives[entry_id] = Collective(*entry_id, name, entry["input_sizes"], is_over)
         if backend == "nccl" and not is_over:
-            unfinished[place] = name
-    return list(found.values()), next(iter(unfinished.values()), None)
+            unfinished[entry_id] = name
+    return list(collectives.values()), next(iter(unfinished.values()), None)
 
 
 def _dump_entries() -> Iterator[dict[str, Any]]:

@@ -154,7 +154,7 @@ class PendingMetrics:
         """Of the peak memory of the ranks, `read` returns the largest."""
         peak_bytes = measured.peak_bytes
         device = record.loss_sum.device
-        limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(_NUM_LIMBS)]
+        limbs = [(record.batch_hash >> (LIMB_BITS * limb)) & (2**LIMB_BITS - 1) for limb in range(_NUM_LIMBS)]
         data = [record.num_tokens, record.num_labels, *limbs]
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
         losses = torch.stack([value.double() for value in (record.loss_sum, router_sum, record.targets.own)])
@@ -214,9 +214,9 @@ class PendingMetrics:
         sees_next, sums = sums[:1], sums[1:last]
         num_ranks, num_further = self._grid.size(AXES), len(self.record.further)
         sizes = [len(sums) - num_experts - num_ranks - num_further, num_experts, num_ranks, num_further]
-        sums, tokens, own, further = torch.split(sums, sizes)
+        sums, tokens, times, further = torch.split(sums, sizes)
         agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
-        self._values = _to_host(torch.cat([sees_next, torch.stack(agreed), peak, own, further, sums]))
+        self._values = _to_host(torch.cat([sees_next, torch.stack(agreed), peak, times, further, sums]))
         return self._values
 
     def read(self) -> StepMetrics:
@@ -228,7 +228,7 @@ class PendingMetrics:
         further, sums = values[: len(self.record.further)], values[len(self.record.further) :]
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
         limbs, (wait, sent, wall, utilization, watts, num_loads, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
-        total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
+        total = sum(int(limb) << (LIMB_BITS * index) for index, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self.record.step,
             loss=loss_sum / max(1.0, num_targets),
@@ -258,10 +258,10 @@ def _place_own(record: StepRecord, meshes: Meshes) -> Tensor:
     """Return the values that differ between replicas, [replicas, 4]; other than 0 on the first rank of a replica."""
     verdict = record.verdict
     scale = torch.zeros_like(record.loss_sum) if record.loss_scale is None else record.loss_scale
-    own = torch.stack([value.double() for value in (record.grad_norm, verdict.commit, verdict.in_a_row, scale)])
-    places = own.new_zeros(meshes.grid.sizes["replica"], len(own))
-    if not any(place for axis, place in meshes.place.items() if axis != "replica"):
-        places[meshes.place["replica"]] = own
+    values = torch.stack([value.double() for value in (record.grad_norm, verdict.commit, verdict.in_a_row, scale)])
+    places = values.new_zeros(meshes.grid.sizes["replica"], len(values))
+    if not any(coordinate for axis, coordinate in meshes.place.items() if axis != "replica"):
+        places[meshes.place["replica"]] = values
     return places
 
 

@@ -57,8 +57,8 @@ def compare_passes(learner: "Learner", step: int) -> list[OddPass]:
     chance = np.random.default_rng((learner.recipe.run.seed, step))
     tokens = chance.integers(learner.shape.vocab_size, size=(size, length + 1)).tolist()
     batch = build_step_batch(step, [row[:-1] for row in tokens], [row[1:] for row in tokens], place)
-    found = [hash_bits(part) for part in learner.log_probabilities(batch)]
-    hashes = gather_objects(tuple(torch.stack(found).tolist()), learner.meshes.everyone)
+    digests = [hash_bits(part) for part in learner.log_probabilities(batch)]
+    hashes = gather_objects(tuple(torch.stack(digests).tolist()), learner.meshes.everyone)
     return list(find_odd_passes(hashes, learner.meshes.grid, learner.meshes.is_one_model))
 
 

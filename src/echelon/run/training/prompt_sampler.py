@@ -57,12 +57,12 @@ class PromptSampler:
             return goes_on
 
         beat()
-        found = continue_prompts(
+        continuations = continue_prompts(
             evaluation, self._ids, sampling, seeds, self._device, lambda number, tokens: False, agree
         )
         return [
             self._decode(ids + continued.tokens[: find_end(continued.tokens, self._stops)])
-            for ids, continued in zip(self._ids, found, strict=True)
+            for ids, continued in zip(self._ids, continuations, strict=True)
         ]
 
     def _decode(self, ids: list[int]) -> str:

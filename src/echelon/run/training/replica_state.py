@@ -89,8 +89,8 @@ def _choose_source(everyone: Sequence[tuple[int, bool, bool] | None], num_server
     """
     if num_servers:
         return None if None in everyone[:num_servers] else 0
-    known = [state_of_rank for state_of_rank in everyone if state_of_rank is not None]
-    return everyone.index(max(known)) if known else None
+    states = [state_of_rank for state_of_rank in everyone if state_of_rank is not None]
+    return everyone.index(max(states)) if states else None
 
 
 def _give_up(held: HeldState | None, step: int) -> None:

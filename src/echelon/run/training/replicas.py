@@ -71,13 +71,13 @@ def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Repl
     """
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
     names = list(weights)
-    found = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
-    if not found:
+    differences = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
+    if not differences:
         return []
     all_names = gather_objects(names, meshes.everyone)  # other pipeline stages have other names
     return [
         ReplicaDifference(odd, copies, all_names[copies[0]][differing[0]], len(differing))
-        for odd, copies, differing in found
+        for odd, copies, differing in differences
     ]
 
 
@@ -91,12 +91,12 @@ def _find_differing(
     """
     for code in sorted({code for digest in digests for code, _ in digest} - {0}):
         for copies in grid.peers(_decode(code)):
-            places = [place for place, (start, _) in enumerate(digests[copies[0]]) if start == code]
-            hashes = {rank: tuple(digests[rank][place][1] for place in places) for rank in copies}
+            places = [index for index, (start, _) in enumerate(digests[copies[0]]) if start == code]
+            hashes = {rank: tuple(digests[rank][index][1] for index in places) for rank in copies}
             odd = find_odd_ranks(hashes)
             if odd:
                 columns = zip(places, zip(*hashes.values(), strict=True), strict=True)
-                yield odd, tuple(copies), [place for place, column in columns if len(set(column)) > 1]
+                yield odd, tuple(copies), [index for index, column in columns if len(set(column)) > 1]
 
 
 def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[int, int]]]:
@@ -108,11 +108,11 @@ def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[in
     count = torch.tensor(len(weights), device=device)
     dist.all_reduce(count, dist.ReduceOp.MAX, group=meshes.everyone)
     mine = torch.zeros(int(count), 2, dtype=torch.int64, device=device)
-    for place, weight in enumerate(weights):
+    for index, weight in enumerate(weights):
         code = _encode(copied_axes(weight, meshes))
         if code:
-            mine[place, 0] = code
-            mine[place, 1] = hash_bits(local_part(weight))
+            mine[index, 0] = code
+            mine[index, 1] = hash_bits(local_part(weight))
     everyone = [torch.empty_like(mine) for _ in range(meshes.num_devices)]
     dist.all_gather(everyone, mine, group=meshes.everyone)
     return [[(code, digest) for code, digest in row.tolist()] for row in everyone]
@@ -134,7 +134,7 @@ def _encode(axes: tuple[str, ...]) -> int:
 
 
 def _decode(code: int) -> tuple[str, ...]:
-    return tuple(axis for place, axis in enumerate(_COPYING_AXES) if code >> place & 1)
+    return tuple(axis for bit, axis in enumerate(_COPYING_AXES) if code >> bit & 1)
 
 
 def describe_differences(differences: list[ReplicaDifference], step: int) -> str:

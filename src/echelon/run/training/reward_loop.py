@@ -174,32 +174,32 @@ def _describe(
     entropy = -sum(float(scores.sum()) for scores in rollouts.at_temperature)
     count = float(len(rollouts.answers))
     turns = 0 if rollouts.played is None else sum(rollouts.played.turns)
-    own = torch.tensor(
+    counts = torch.tensor(
         [count, tokens, count - sum(rollouts.ended), entropy, turns, batch.num_labels],
         dtype=torch.float64,
         device=learner.device,
     )
     assert sums.measures is not None
-    values = torch.cat([own, sums.measures.double()])
+    values = torch.cat([counts, sums.measures.double()])
     add_up(learner, values)
     count, tokens, cut, entropy, turns, labels, low, high, divergence = values.tolist()
-    found = {"answer_tokens": tokens / count, "truncated": cut / count, "entropy": entropy / max(1.0, tokens)}
-    found |= measure_ended(learner, rollouts)
+    metrics = {"answer_tokens": tokens / count, "truncated": cut / count, "entropy": entropy / max(1.0, tokens)}
+    metrics |= measure_ended(learner, rollouts)
     if rollouts.played is not None:
-        found["turns"] = turns / count
+        metrics["turns"] = turns / count
     if learner.recipe.rollout.updates > 1 or learner.recipe.rollout.lag:
         clipped = {"clipped": low + high, "clipped_low": low, "clipped_high": high}
-        found |= {name: value / max(1.0, labels) for name, value in clipped.items()}
+        metrics |= {name: value / max(1.0, labels) for name, value in clipped.items()}
     if objective.kl_weight:
-        found["kl"] = divergence / max(1.0, labels)
-    return found
+        metrics["kl"] = divergence / max(1.0, labels)
+    return metrics
 
 
 def measure_ended(learner: "Learner", rollouts: Rollouts) -> dict[str, float]:
     """Return the lengths of the answers that ended, over all ranks; NaN if none did. Collective."""
-    own = [float(sum(written)) for written, ended in zip(rollouts.written, rollouts.ended, strict=True) if ended]
-    of_places: dict[int, list[float]] = dict(gather_objects((rollouts.place.rank, own), learner.meshes.everyone))
-    lengths = [length for found in of_places.values() for length in found] or [math.nan]
+    counts = [float(sum(written)) for written, ended in zip(rollouts.written, rollouts.ended, strict=True) if ended]
+    of_places: dict[int, list[float]] = dict(gather_objects((rollouts.place.rank, counts), learner.meshes.everyone))
+    lengths = [length for of_rank in of_places.values() for length in of_rank] or [math.nan]
     return {
         "ended_tokens": sum(lengths) / len(lengths),
         "ended_tokens_min": min(lengths),
@@ -208,12 +208,12 @@ def measure_ended(learner: "Learner", rollouts: Rollouts) -> dict[str, float]:
 
 
 def _as_metrics(stats: RewardStats) -> dict[str, float]:
-    found = {"reward": stats.reward} | ({} if stats.solved is None else {"solved": stats.solved})
-    found |= {"reward_spread": stats.spread, "uniform_groups": stats.uniform, "reward_std": stats.deviation}
+    metrics = {"reward": stats.reward} | ({} if stats.solved is None else {"solved": stats.solved})
+    metrics |= {"reward_spread": stats.spread, "uniform_groups": stats.uniform, "reward_std": stats.deviation}
     if len(stats.parts) > 1:
         for name, (mean, deviation) in stats.parts.items():
-            found |= {_key_of(name): mean, f"{_key_of(name)}_std": deviation}
-    return found | ({"unjudged": stats.unjudged} if stats.unjudged else {})
+            metrics |= {_key_of(name): mean, f"{_key_of(name)}_std": deviation}
+    return metrics | ({"unjudged": stats.unjudged} if stats.unjudged else {})
 
 
 def _key_of(name: str) -> str:

@@ -80,8 +80,8 @@ def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
     for stage in set(stages):
         ranks = sorted((rank for rank in range(len(own)) if stages[rank] == stage), key=own.__getitem__)
         low, high = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of a stage without one of its ranks
-        for place, rank in enumerate(ranks if len(ranks) > 1 else ()):
-            usual[rank] = (own[ranks[low + (low >= place)]] + own[ranks[high + (high >= place)]]) / 2
+        for index, rank in enumerate(ranks if len(ranks) > 1 else ()):
+            usual[rank] = (own[ranks[low + (low >= index)]] + own[ranks[high + (high >= index)]]) / 2
     return usual
 
 
@@ -122,20 +122,20 @@ class StragglerWatch:
         self.medians = None
         if len(self._window) < _WINDOW_STEPS:
             return []
-        own = [
+        medians = [
             statistics.median(times)
             for times in zip(*(times_of_rank for times_of_rank, _ in self._window), strict=True)
         ]
         whole = statistics.median(seconds for _, seconds in self._window)
         self._window.clear()
-        self.medians = own if len(own) > 1 else None
-        found = []
-        for rank, (seconds, usual) in enumerate(zip(own, median_of_peers(own, self._stages), strict=True)):
+        self.medians = medians if len(medians) > 1 else None
+        stragglers = []
+        for rank, (seconds, usual) in enumerate(zip(medians, median_of_peers(medians, self._stages), strict=True)):
             is_slow = seconds >= _SLOWER * usual and seconds - usual >= _SHARE_OF_STEP * whole
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == _NUM_WINDOWS:
-                found.append(Straggler(step, rank, self._hosts[rank], seconds, usual, whole))
+                stragglers.append(Straggler(step, rank, self._hosts[rank], seconds, usual, whole))
         if self._tell is not None:
-            for slow in found:
+            for slow in stragglers:
                 self._tell(slow)
-        return found
+        return stragglers

@@ -191,13 +191,13 @@ def measure_here(start: Callable[[str], ProbeProcess]) -> Speed:
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     """All pairs, in rounds in which no host has two (the circle method of tournaments)."""
     places: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    found = []
+    all_rounds = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
         met = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([(a, b) for a, b in met if a is not None and b is not None])
+        all_rounds.append([(a, b) for a, b in met if a is not None and b is not None])
         places = [places[0], places[-1], *places[1:-1]]
-    return found
+    return all_rounds
 
 
 def _successes(answers: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,9 +257,9 @@ def _measure_apart(
         return probes[host].ask("measure", 4 * MEASURE_SECONDS, **words)
 
     answers = on_each(list(places), measure)
-    found: dict[tuple[str, ...], Speed | str] = {}
+    speeds: dict[tuple[str, ...], Speed | str] = {}
     for group in groups:
         first = answers[group[0]]
         failed = [answer for answer in (answers[host] for host in group) if isinstance(answer, LaunchError)]
-        found[group] = str(failed[0]) if isinstance(first, LaunchError) or failed else Speed(**first)
-    return found
+        speeds[group] = str(failed[0]) if isinstance(first, LaunchError) or failed else Speed(**first)
+    return speeds

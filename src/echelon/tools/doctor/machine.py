@@ -105,9 +105,9 @@ def _judge_memory() -> Finding:
 
 
 def _judge_shared_memory() -> Iterator[Finding]:
-    if not (place := Path("/dev/shm")).is_dir():
+    if not (shm := Path("/dev/shm")).is_dir():
         return
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(shm).free
     remedy = "give the container more: docker run --shm-size 8g, or launch.kubernetes.shared_memory"
     yield Finding("/dev/shm", f"{render_bytes(free)} free", "" if free >= _LEAST_SHARED else remedy)
 
@@ -143,9 +143,9 @@ def _judge_clock(folder: Path) -> Finding:
 
 def _judge_interfaces() -> Finding:
     names = [name for _, name in socket.if_nameindex()]
-    known = [f"{name} {address}" for name in names if (address := address_of(name))]
+    pairs = [f"{name} {address}" for name in names if (address := address_of(name))]
     # If the addresses cannot be queried, list at least the names.
-    return Finding("interfaces", ", ".join(known or names) or "none", "" if names else "enable the loopback interface")
+    return Finding("interfaces", ", ".join(pairs or names) or "none", "" if names else "enable the loopback interface")
 
 
 def _judge_efa() -> Iterator[Finding]:

@@ -53,9 +53,9 @@ class CheckedMachine:
 
         group = HostGroup(1, len(hosts), hosts[0], port, interface=interface)
         address = find_own_address(group)
-        own = interface or find_interface(address)
-        if own is not None:
-            self._variables = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own}
+        chosen = interface or find_interface(address)
+        if chosen is not None:
+            self._variables = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
         listener = listen_at(address, 0)
         assert listener is not None, "the address is this machine's"
         self._store = host_store(listener, 5.0)
@@ -69,7 +69,7 @@ class CheckedMachine:
             "has_gpu": has_gpu,
             "devices": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if has_gpu else "CPU",
             "address": address,
-            "interface": own,
+            "interface": chosen,
             "addresses": {host: _resolve(host) for host in hosts},
             "listens": _listen(port),
             "store_port": self._store.port,

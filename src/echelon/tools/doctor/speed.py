@@ -49,10 +49,10 @@ def find_slow(speeds: Mapping[Pair, Speed]) -> dict[Pair, str]:
     usual = Speed(
         median(link.latency_seconds for link in best.values()), median(link.bytes_per_second for link in best.values())
     )
-    found = {}
+    slow = {}
     for pair, speed in speeds.items():
         if speed.bytes_per_second < _SLOW * usual.bytes_per_second:
-            found[pair] = f"{speed.rate} where {usual.rate} is usual"
+            slow[pair] = f"{speed.rate} where {usual.rate} is usual"
         elif speed.latency_seconds > _LATE * usual.latency_seconds + _LATE_SECONDS:
-            found[pair] = f"{speed.delay} for an all-reduce where {usual.delay} is usual"
-    return found
+            slow[pair] = f"{speed.delay} for an all-reduce where {usual.delay} is usual"
+    return slow

@@ -80,11 +80,11 @@ def run_drill(
     """
     faults = _choose_faults(recipe, crew, has_links, only)
     check_model(recipe, elsewhere=True)  # the small run may not need what this machine lacks
-    place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
-    shutil.rmtree(place, ignore_errors=True)
+    root = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
+    shutil.rmtree(root, ignore_errors=True)
 
     def build(name: str, num_steps: int) -> Trial:
-        folder = place / name.replace(" ", "-")
+        folder = root / name.replace(" ", "-")
         small = shrink(recipe, folder, num_processes, num_steps)
         command = ("train", str(path), *overrides, *small, "--nproc")
         if crew is None:
@@ -117,20 +117,20 @@ def run_drill(
             yield finding
     except DrillInterrupted:
         if all_well:
-            shutil.rmtree(place)
+            shutil.rmtree(root)
         raise
     if all_well:
-        shutil.rmtree(place)
+        shutil.rmtree(root)
 
 
 def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Sequence[str]) -> list[InjectedFault]:
     """The faults for a recipe. Raises ConfigError if one of the names is no fault."""
-    found = FAULTS if crew is None else (*MACHINE_FAULTS, *(LINK_FAULTS if has_links else ()))
-    if unknown := set(only) - {fault.name for fault in found}:
-        names = ", ".join(fault.name for fault in found)
+    faults = FAULTS if crew is None else (*MACHINE_FAULTS, *(LINK_FAULTS if has_links else ()))
+    if unknown := set(only) - {fault.name for fault in faults}:
+        names = ", ".join(fault.name for fault in faults)
         raise ConfigError(f"--only {unknown.pop()!r} is no fault of this drill; it has: {names}.")
     has_rewards = bool(recipe.reward) or recipe.rollout.environment is not None
-    chosen = [fault for fault in found if not only or fault.name in only]
+    chosen = [fault for fault in faults if not only or fault.name in only]
     return [fault for fault in chosen if has_rewards or not fault.needs_rewards]
 
 

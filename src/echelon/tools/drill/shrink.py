@@ -84,14 +84,14 @@ def _shrink_rollout(recipe: Recipe) -> dict[str, Any]:
         reward.model_copy(update={"timeout_seconds": min(REWARD_SECONDS, reward.timeout_seconds)})
         for reward in recipe.reward
     ]
-    found: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "rollout.group_size": min(_GROUP_SIZE, recipe.rollout.group_size),
         "rollout.max_new_tokens": min(_NEW_TOKENS, recipe.rollout.max_new_tokens),
         "reward": json.dumps([plain_value(reward) for reward in rewards]),
     }
     if (environment := recipe.rollout.environment) is not None:
-        found["rollout.environment.timeout_seconds"] = min(REWARD_SECONDS, environment.timeout_seconds)
-    return found
+        overrides["rollout.environment.timeout_seconds"] = min(REWARD_SECONDS, environment.timeout_seconds)
+    return overrides
 
 
 def shrink_model(recipe: Recipe, num_processes: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def shrink_model(recipe: Recipe, num_processes: int) -> dict[str, Any]:
     if isinstance(source, str):
         small["tie_word_embeddings"] = config.tie_word_embeddings
     else:
-        own_names = {own for name, own in config.attribute_map.items() if name in _DIMENSIONS}
+        own_names = {its_name for name, its_name in config.attribute_map.items() if name in _DIMENSIONS}
         small |= {key: value for key, value in source.items() if key not in own_names and key != "layer_types"}
     for name, most in _limit_dimensions(recipe, num_processes).items():
         value = getattr(config, name, None)

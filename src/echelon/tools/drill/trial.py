@@ -221,10 +221,10 @@ def _list_processes(what: str = "stat") -> list[tuple[int, int, str]]:
 def _find_descendants(pid: int) -> list[int]:
     """All descendants of a running process."""
     processes = _list_processes()
-    found = [pid]
-    for parent in found:  # the list grows
-        found += [process for process, its_parent, _ in processes if its_parent == parent]
-    return found[1:]
+    pids = [pid]
+    for parent in pids:  # the list grows
+        pids += [process for process, its_parent, _ in processes if its_parent == parent]
+    return pids[1:]
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -50,14 +50,14 @@ def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFol
         dimension.key: {dimension.label(value): value for value in dimension.choices} for dimension in space.dimensions
     }
     results = []
-    for place, trial in enumerate(trials):
+    for index, trial in enumerate(trials):
         run = folder.trial_dir(trial.number)
         done = trial.state.name == "COMPLETE"
         values = {key: labels[key].get(trial.params[key], trial.params[key]) for key in labels if key in trial.params}
         value = trial.value if done else max(trial.intermediate_values.items(), default=(0, None))[1]
         results.append(
             TrialResult(
-                place + 1 if done else None,
+                index + 1 if done else None,
                 trial.number,
                 _STATES[trial.state.name],
                 value,

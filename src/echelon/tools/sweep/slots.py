@@ -68,11 +68,11 @@ def share_machine(count: int) -> tuple[TrialSlot, ...]:
 def _find_devices() -> tuple[str, ...]:
     import torch
 
-    given = read_environment().get(_VISIBLE)
+    visible = read_environment().get(_VISIBLE)
     if not torch.cuda.is_available():
         return ()
     count = torch.cuda.device_count()
-    names = [name.strip() for name in given.split(",")] if given else [str(index) for index in range(count)]
+    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
     return tuple(names[:count])
 
 

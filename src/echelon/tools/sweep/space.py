@@ -198,8 +198,8 @@ def _check_keys(sweep: Sweep, source: Path) -> None:
         if key in places:
             raise ConfigError(f"{source}: {key} is in both set and search; keep one.")
         places[key] = f"set.{key}"
-    for key, place in places.items():
-        _check_key(key, place, source)
+    for key, path in places.items():
+        _check_key(key, path, source)
     for one, other in itertools.combinations(places, 2):
         if reason := _name_the_same(_path(one), _path(other)):
             raise ConfigError(f"{source}: {places[one]} and {places[other]} {reason}; keep one.")
@@ -230,14 +230,14 @@ def _name_the_same(one: KeyPath, other: KeyPath) -> str | None:
 
 
 def _build_dimension(key: str, values: RangeConfig | Sequence[Any], source: Path) -> Dimension:
-    place = f"{source}: search.{key}"
+    where = f"{source}: search.{key}"
     if isinstance(values, RangeConfig):
-        return _build_range(key, values, place)
+        return _build_range(key, values, where)
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise ConfigError(f"{place} has {show_value(value)} twice; keep one.")
+            raise ConfigError(f"{where} has {show_value(value)} twice; keep one.")
     if not values:
-        raise ConfigError(f"{place} is an empty list; give the values to try.")
+        raise ConfigError(f"{where} is an empty list; give the values to try.")
     return Dimension(key, choices=tuple(values))
 
 

@@ -168,7 +168,7 @@ def _build_sampler(sweep: Sweep, space: Space, number: int) -> "BaseSampler":
 
     settings = sweep.sweep
     # A separate sampler for each trial; otherwise a resumed sweep would draw its first values again.
-    own = (settings.seed * 1_000_003 + number) % 2**32
+    seed = (settings.seed * 1_000_003 + number) % 2**32
     match settings.sampler:
         case "grid":
             points = {
@@ -177,17 +177,17 @@ def _build_sampler(sweep: Sweep, space: Space, number: int) -> "BaseSampler":
             }
             return samplers.GridSampler(points, seed=settings.seed)
         case "random":
-            return samplers.RandomSampler(seed=own)
+            return samplers.RandomSampler(seed=seed)
         case "tpe":
-            return samplers.TPESampler(seed=own, constant_liar=settings.parallel > 1)
+            return samplers.TPESampler(seed=seed, constant_liar=settings.parallel > 1)
         case "cmaes":
-            return samplers.CmaEsSampler(seed=own, warn_independent_sampling=False)
+            return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
         case "gp":
-            return samplers.GPSampler(seed=own)
+            return samplers.GPSampler(seed=seed)
         case "qmc":
             return samplers.QMCSampler(  # one sequence; the journal has the position in it
                 seed=settings.seed, scramble=True, warn_independent_sampling=False,
-                independent_sampler=samplers.RandomSampler(seed=own),
+                independent_sampler=samplers.RandomSampler(seed=seed),
             )  # fmt: skip
 
 

@@ -60,8 +60,8 @@ class SweepFolder:
 
     def jobs(self, number: int) -> list[Path]:
         """The job folders of a trial, one per start, in order."""
-        found = (self.path / "jobs").glob(f"{number:03d}-*")
-        return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+        folders = (self.path / "jobs").glob(f"{number:03d}-*")
+        return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
     def next_job_dir(self, number: int) -> Path:
         """The job folder of the next start of a trial."""

@@ -153,8 +153,8 @@ class Trials:
             return Ended(pruned=True)
         if status.state == "done":
             value = measure(read_rows(Path(running.record.run_dir)), self._sweep.sweep)
-            wanted = self._sweep.sweep.metric
-            return Ended(value, message="" if value is not None else f"it ended without a value of {wanted}")
+            metric = self._sweep.sweep.metric
+            return Ended(value, message="" if value is not None else f"it ended without a value of {metric}")
         message = self._find_message(running, status)
         if status.state == "stopped":
             goes_on = RunFolder(Path(running.record.run_dir)).rows.last_step() > running.step
@@ -205,8 +205,8 @@ class Trials:
             lines = list(self._find_launcher(running.record.target).logs(running.record, False))
         except (LaunchError, OSError):
             lines = []
-        own = [line.removeprefix("echelon: ") for line in lines if line.startswith("echelon: ")]
-        printed = own or [line for line in lines if line.strip()]
+        messages = [line.removeprefix("echelon: ") for line in lines if line.startswith("echelon: ")]
+        printed = messages or [line for line in lines if line.strip()]
         return (printed[-1] if printed else status.detail) or "it printed nothing"
 
 
@@ -217,9 +217,9 @@ def _submit(job: JobSpec, launcher: Launcher) -> JobRecord:
     except BusyError:
         raise
     except LaunchError:
-        if (found := _find_submitted(job, launcher)) is None:
+        if (record := _find_submitted(job, launcher)) is None:
             raise
-        return found
+        return record
 
 
 def _find_submitted(job: JobSpec, launcher: Launcher) -> JobRecord | None:
@@ -235,13 +235,13 @@ def _watch(number: int, recipe: Recipe, slot: TrialSlot | None, record: JobRecor
 
 def trial_recipe(space: Space, base: Recipe, values: Values, name: str, number: int, folder: SweepFolder) -> Recipe:
     """The recipe of a trial: its values, its own run folder, and the prepared data that all trials share."""
-    own = _own_keys(base, f"{name}-{number:03d}", folder.trial_dir(number))
+    keys = _own_keys(base, f"{name}-{number:03d}", folder.trial_dir(number))
     sagemaker = base.launch.sagemaker
     if base.launch.to == "sagemaker" and (sagemaker.checkpoint_uri or sagemaker.bucket):
         # Another sweep of this name must not find the checkpoints of this one.
         parent = sagemaker.checkpoint_uri or f"{sagemaker.bucket}/checkpoints"
-        own["launch.sagemaker.checkpoint_uri"] = f"{parent}/{name_job(name, folder.began())}/{number:03d}"
-    return space.recipe(values, {**own, "launch.to": base.launch.to or "local"})
+        keys["launch.sagemaker.checkpoint_uri"] = f"{parent}/{name_job(name, folder.began())}/{number:03d}"
+    return space.recipe(values, {**keys, "launch.to": base.launch.to or "local"})
 
 
 def best_recipe(space: Space, base: Recipe, values: Values, name: str) -> Recipe:

@@ -46,12 +46,12 @@ def guess_format(path: Path) -> str | None:
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     if compressed:
         suffixes.pop()
-    found = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
-    if found is None or (compressed and not FORMATS[found].compressible):
+    form = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
+    if form is None or (compressed and not FORMATS[form].compressible):
         return None
-    if found == "nanogpt" and is_megatron_index(path.with_suffix(".idx")):
+    if form == "nanogpt" and is_megatron_index(path.with_suffix(".idx")):
         return "megatron"
-    return found
+    return form
 
 
 def find_reader(file: SourceFile, key: str = "data.train.format") -> Reader:
@@ -121,10 +121,10 @@ def field_names(file: SourceFile) -> tuple[str, ...]:
         return tuple(read_header(file))
     num_broken = 0
     for span in cut_file(replace(file, fields=ALL_FIELDS), _SAMPLE_BYTES):
-        for found in read_records(span, Reading()):
-            if isinstance(found, Record) and isinstance(found.content, Mapping):
-                return tuple(found.content)
-            num_broken += isinstance(found, Broken)
+        for record in read_records(span, Reading()):
+            if isinstance(record, Record) and isinstance(record.content, Mapping):
+                return tuple(record.content)
+            num_broken += isinstance(record, Broken)
             if num_broken == HOPELESS_RECORDS:
                 return ()
     return ()

@@ -36,8 +36,8 @@ class ArrayReader(SequentialReader):
         with open_decompressed(file) as stream:
             try:
                 for number, value in enumerate(_elements(stream), 1):
-                    if (found := _parse(file, value, number - 1)) is not None:
-                        yield stream.consumed, found
+                    if (record := _parse(file, value, number - 1)) is not None:
+                        yield stream.consumed, record
             except (DamagedStreamError, ValueError, RecursionError) as error:
                 yield file.size, Broken(file, number, f"cannot be read, nor can the rest of the file ({error})")
 

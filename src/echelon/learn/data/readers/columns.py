@@ -76,12 +76,12 @@ class ColumnReader(Reader):
         row = span.start
         try:
             for start, batch in _cursor.rows(self, file.path, columns, span.start, span.stop):
-                for index, found in enumerate(_parse(file, batch, start), start):
+                for index, record in enumerate(_parse(file, batch, start), start):
                     row = index + 1
-                    if isinstance(found, str):
-                        yield Broken(file, index, found)
-                    elif found is not None:
-                        yield found
+                    if isinstance(record, str):
+                        yield Broken(file, index, record)
+                    elif record is not None:
+                        yield record
         except damages() as error:
             _cursor.close()
             yield Broken(file, row, f"cannot be read ({_one_line(error)})", span.stop - row)

@@ -149,9 +149,9 @@ class HubReader(SequentialReader):
             if file.rows is not None:
                 stream = stream.skip(first).take(file.rows[1] - first)
             for number, record in enumerate(stream, first):
-                if (found := parse_record(file, number, record)) is not None:
-                    used += content_bytes(found.content) if isinstance(found, Record) else 0
-                    yield used, found
+                if (parsed := parse_record(file, number, record)) is not None:
+                    used += content_bytes(parsed.content) if isinstance(parsed, Record) else 0
+                    yield used, parsed
         except ConfigError:
             raise
         except Exception as error:  # those of the library, and of those that it reads files with
@@ -173,15 +173,15 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
         name = str(folder.resolve())
         size, newest = _measure_folder(folder)
     else:
-        name, _, given = name.partition("@")
-        revision = given or find_dataset_commit(name, where)
+        name, _, commit = name.partition("@")
+        revision = commit or find_dataset_commit(name, where)
     with _faults_told(where):
         members = _open(name, revision).as_streaming_dataset()
     infos = {key: (member.info.splits or {}).get(key) for key, member in members.items()}
     sizes = {key: info.num_bytes if info else 0 for key, info in infos.items()}
-    wanted = _only_split(members, where) if split is None else split
+    chosen = _only_split(members, where) if split is None else split
     parts: list[tuple[str, tuple[int, int] | None]]
-    parts = [(wanted, None)] if wanted in members else _find_shares(wanted, infos, where)
+    parts = [(chosen, None)] if chosen in members else _find_shares(chosen, infos, where)
     return [
         SourceFile(Path(name), name, "hub", sizes[key] or size, newest, True, EITHER_FIELD, rows, key, revision)
         for key, rows in parts
@@ -198,17 +198,17 @@ def find_hub_files(name: str, split: str | None, where: str) -> tuple[str, list[
         raise ConfigError(
             f"{where}, format=hub: data.stream reads a folder by its files; remove format, or data.stream."
         )
-    name, _, given = name.partition("@")
-    revision = given or find_dataset_commit(name, where)
+    name, _, commit = name.partition("@")
+    revision = commit or find_dataset_commit(name, where)
     with _faults_told(where):
         builder = _open(name, revision)
-    found = {str(key): [str(file) for file in files] for key, files in (builder.config.data_files or {}).items()}
-    wanted = _only_split(found, where) if split is None else split
-    if wanted not in found:
+    splits = {str(key): [str(file) for file in files] for key, files in (builder.config.data_files or {}).items()}
+    chosen = _only_split(splits, where) if split is None else split
+    if chosen not in splits:
         raise ConfigError(
-            f"{where}, split={wanted}: data.stream reads whole splits; the dataset has {', '.join(found) or 'none'}."
+            f"{where}, split={chosen}: data.stream reads whole splits; the dataset has {', '.join(splits) or 'none'}."
         )
-    return f"hf://datasets/{dataset_name(name)}@{revision}", found[wanted]
+    return f"hf://datasets/{dataset_name(name)}@{revision}", splits[chosen]
 
 
 def _measure_folder(folder: Path) -> tuple[int, int]:

@@ -41,11 +41,10 @@ class MdsReader(SequentialReader):
         with open_decompressed(file) as stream:
             try:
                 shard = _read_header(stream)
-                wanted = find_columns(file, list(shard.readable))
+                columns = find_columns(file, list(shard.readable))
                 for number, size in enumerate(shard.sizes):
-                    found = _parse(file, number, shard, wanted, _take(stream, int(size)))
-                    if found is not None:
-                        yield stream.consumed, found
+                    if (record := _parse(file, number, shard, columns, _take(stream, int(size)))) is not None:
+                        yield stream.consumed, record
             except (DamagedStreamError, ValueError) as error:
                 yield file.size, Broken(file, number, f"cannot be read, nor can the rest of the shard ({error})")
 
@@ -115,14 +114,14 @@ def _decode(shard: _Shard, wanted: tuple[str, ...], data: bytes) -> dict[str, An
     """Return the values of the wanted columns. Raises various errors for a damaged sample."""
     num_sizes = sum(column.size is None for column in shard.columns.values())
     sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist())
-    place, decoders, values = _WORD * num_sizes, shard.readable, dict[str, Any]()
+    offset, decoders, values = _WORD * num_sizes, shard.readable, dict[str, Any]()
     for name, column in shard.columns.items():
         size = next(sizes) if column.size is None else column.size
         if name in wanted:
-            value = decoders[name](data[place : place + size])
+            value = decoders[name](data[offset : offset + size])
             values[name] = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-        place += size
-    if place != len(data):
+        offset += size
+    if offset != len(data):
         raise ValueError("its size is not that of its columns")
     return values
 

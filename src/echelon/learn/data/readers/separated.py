@@ -123,9 +123,9 @@ def _find_columns(file: SourceFile, header: list[str]) -> dict[str, int]:
     """Map the names of the columns to read to their indices. Such tables cannot contain lists of ids."""
     fields = replace(file.fields, tokens=None) if isinstance(file.fields, Fields) else file.fields
     if not (columns := fields.columns(header)):
-        wanted = fields if str(fields) else file.fields
+        missing = fields if str(fields) else file.fields
         raise DataError(
-            f"{file.path} has no column {wanted} to read text from; its first line names "
+            f"{file.path} has no column {missing} to read text from; its first line names "
             f"{', '.join(header) or 'no columns'}. Set {fields.fix} next to the path ({describe_formats()})."
         )
     return {name: header.index(name) for name in columns}

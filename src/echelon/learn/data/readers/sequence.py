@@ -27,15 +27,15 @@ class SequentialReader(Reader):
     @override
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
         """A span has enough records to reach `piece_bytes`."""
-        start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
+        start, records, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
         for used, record in self.walk(file):
-            found.append(record)
+            records.append(record)
             held += content_bytes(record.content) if isinstance(record, Record) else 1
             if held >= piece_bytes:
-                yield Span(file, start, start + len(found), used - consumed, records=tuple(found))
-                start, found, held, consumed = start + len(found), [], 0, used
-        if found:
-            yield Span(file, start, start + len(found), used - consumed, True, records=tuple(found))
+                yield Span(file, start, start + len(records), used - consumed, records=tuple(records))
+                start, records, held, consumed = start + len(records), [], 0, used
+        if records:
+            yield Span(file, start, start + len(records), used - consumed, True, records=tuple(records))
 
     @override
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:

@@ -37,10 +37,10 @@ def find_objects(address: str, where: str) -> dict[str, ObjectInfo]:
     """
     folder, _, name = _before_magic(address)
     try:
-        store, found = ObjectStore(folder, where), dict[str, ObjectInfo]()
+        store, objects = ObjectStore(folder, where), dict[str, ObjectInfo]()
 
         def attempt() -> None:
-            found.update(store.find(name))
+            objects.update(store.find(name))
 
         with slowness_told(f"listing {address}"):
             persist(attempt, address)
@@ -55,9 +55,9 @@ def find_objects(address: str, where: str) -> dict[str, ObjectInfo]:
                 f"{problem}check the address, and that the credentials in the environment allow to list and read it."
             ) from None
         raise EchelonError(f"{problem}run the same command again when the server answers.") from None
-    if not any(entry.size for entry in found.values()):
+    if not any(entry.size for entry in objects.values()):
         raise DataError(f"{where}: no object there has any content; give an object, a folder, or a glob.")
-    return found
+    return objects
 
 
 def _before_magic(address: str) -> tuple[str, str, str]:
@@ -70,8 +70,8 @@ def _before_magic(address: str) -> tuple[str, str, str]:
 
 def join_infos(infos: Iterable[ObjectInfo]) -> ObjectInfo:
     """Return the size and version of a file that is stored as several objects: Megatron's .idx with its .bin."""
-    found = list(infos)
-    return ObjectInfo(sum(info.size for info in found), " ".join(info.version for info in found))
+    parts = list(infos)
+    return ObjectInfo(sum(info.size for info in parts), " ".join(info.version for info in parts))
 
 
 def _list_parts(file: SourceFile, path: Path | str) -> list[str]:
@@ -92,23 +92,23 @@ def fetch(file: SourceFile, folder: Path) -> SourceFile:
     parent, _, name = file.name.rpartition("/")
     store = ObjectStore(parent, "data.train")
     path = folder / f"{hashlib.sha256(file.name.encode()).hexdigest()[:8]}-{name[-100:]}"
-    wanted = ObjectInfo(file.size, file.revision or "")
+    expected = ObjectInfo(file.size, file.revision or "")
 
     parts = list(zip(_list_parts(file, name), map(Path, _list_parts(file, path)), strict=True))
 
     def attempt() -> None:
         stated = [store.stat(part) for part, _ in parts]
-        _check_same(file, join_infos(stated), wanted)
-        for (part, place), info in zip(parts, stated, strict=True):
-            store.download(part, place, info.size)
-        if (size := sum(place.stat().st_size for _, place in parts)) != file.size:
+        _check_same(file, join_infos(stated), expected)
+        for (part, copy), info in zip(parts, stated, strict=True):
+            store.download(part, copy, info.size)
+        if (size := sum(copy.stat().st_size for _, copy in parts)) != file.size:
             arrived = f"only {size:,} of" if size < file.size else "more than"
             raise ObjectStoreError(f"{arrived} its {file.size:,} bytes arrived", "failed")
-        _check_same(file, join_infos(store.stat(part) for part, _ in parts), wanted)
+        _check_same(file, join_infos(store.stat(part) for part, _ in parts), expected)
 
     def remove() -> None:
-        for _, place in parts:
-            place.unlink(missing_ok=True)
+        for _, copy in parts:
+            copy.unlink(missing_ok=True)
 
     try:
         persist(attempt, file.name)
@@ -159,10 +159,10 @@ def _check_local(file: SourceFile) -> None:
     if file.format == "hub" or file.rows is not None:
         return
     try:
-        found = [Path(part).stat() for part in _list_parts(file, file.path)]
+        stats = [Path(part).stat() for part in _list_parts(file, file.path)]
     except OSError as error:
         raise _changed(file, f"it cannot be read: {error.strerror}") from error
-    if (sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)) != (file.size, file.mtime_ns):
+    if (sum(one.st_size for one in stats), max(one.st_mtime_ns for one in stats)) != (file.size, file.mtime_ns):
         raise _changed(file, "its size or time is another one")
 
 

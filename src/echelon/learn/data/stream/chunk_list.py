@@ -46,7 +46,7 @@ class StreamPlan:
     def shares_sequences(self) -> bool:
         """Whether a sequence may contain more than one document."""
         fields = (file.fields for files in self.chunks for file in files)
-        has_pairs = any(isinstance(found, ExampleFields) and found.format in PAIR_FORMATS for found in fields)
+        has_pairs = any(isinstance(columns, ExampleFields) and columns.format in PAIR_FORMATS for columns in fields)
         return self.samples is None or self.samples.packing or has_pairs
 
 
@@ -84,8 +84,8 @@ def load_plan(folder: Path) -> StreamPlan:
 def _parse_file(values: dict[str, Any]) -> SourceFile:
     rows, fields = values["rows"] and tuple(values["rows"]), values["fields"]
     of_examples = "format" in fields
-    found = ExampleFields(fields["format"], tuple(map(tuple, fields["names"]))) if of_examples else Fields(**fields)
-    return SourceFile(**{**values, "path": Path(values["path"]), "fields": found, "rows": rows})
+    parsed = ExampleFields(fields["format"], tuple(map(tuple, fields["names"]))) if of_examples else Fields(**fields)
+    return SourceFile(**{**values, "path": Path(values["path"]), "fields": parsed, "rows": rows})
 
 
 def digest_plan(plan: StreamPlan) -> str:

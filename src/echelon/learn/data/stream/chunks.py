@@ -151,21 +151,21 @@ class ChunkKeeper:
             time.sleep(_POLL_SECONDS)
 
     def _produce(self, index: int) -> None:
-        known = self.find(index)
+        earlier = self.find(index)
         writing = self._tokens_path(index).with_suffix(".writing")
         shutil.rmtree(writing, ignore_errors=True)  # of a process that was killed
         writing.mkdir()
         try:
             brought = self._bring(index, writing)
             record = brought or self._tokenize(index, writing)
-            if known is not None and known.sha256 != record.sha256:
+            if earlier is not None and earlier.sha256 != record.sha256:
                 names = ", ".join(file.name for file in self.plan.chunks[index][:3])
                 raise DataError(
                     f"{names}: prepared again, this text gives other tokens than before; it changed, or the tokenizer "
                     "did. Restore it and resume the run, or start a new one with --fresh."
                 )
             (writing / record.file).rename(self._tokens_path(index))
-            if known is None:
+            if earlier is None:
                 write_json(self._record_path(index), asdict(record))
         finally:
             shutil.rmtree(writing, ignore_errors=True)
@@ -183,14 +183,14 @@ class ChunkKeeper:
                     self._child = ChildProcess(_serve, self.plan.encoding, self.plan.samples)
             try:
                 self._child.connection.send((copies, folder, name))
-                found = self._child.connection.recv()
+                answer = self._child.connection.recv()
             except (EOFError, OSError) as error:
                 code, self._child = self._child.wait_for_exit(), None
                 raise explain_death(code, self.plan.encoding, files[0].name) from error
-        if isinstance(found, EchelonError):
-            raise type(found)(_name_originals(str(found), files, copies))
-        record, counts, samples = found
-        self._judge(counts, [_name_originals(place, files, copies) for place in counts.places])
+        if isinstance(answer, EchelonError):
+            raise type(answer)(_name_originals(str(answer), files, copies))
+        record, counts, samples = answer
+        self._judge(counts, [_name_originals(where, files, copies) for where in counts.places])
         if samples.num_overlong or samples.num_unlabelled:
             logger.info(f"data.train: of {counts.documents:,} samples of {files[0].name}, {_say_lost(samples)}")
         assert isinstance(record, ShardRecord)
@@ -242,29 +242,29 @@ class ChunkKeeper:
         return record
 
     def _tell_unusable(self, name: str, fault: str) -> None:
-        place = f"{self._options.remote}/{self._folder.name}/{name}"
-        logger.warning(f"data: {place} cannot be used ({fault}); the chunk is prepared here")
+        address = f"{self._options.remote}/{self._folder.name}/{name}"
+        logger.warning(f"data: {address} cannot be used ({fault}); the chunk is prepared here")
 
     def _send(self, index: int, record: ShardRecord) -> None:
         """Give a chunk that was prepared here to other machines. A store that fails is reported."""
         if self._remote is None:
             return
-        place = f"{self._folder.name}/{record.file}"
+        key = f"{self._folder.name}/{record.file}"
         try:
-            self._remote.upload(self._tokens_path(index), place)
-            self._remote.write_json(f"{place[:-4]}.json", asdict(record))
+            self._remote.upload(self._tokens_path(index), key)
+            self._remote.write_json(f"{key[:-4]}.json", asdict(record))
         except (ObjectStoreError, OSError) as error:
-            logger.warning(f"data: {self._options.remote}/{place} cannot be written ({error})")
+            logger.warning(f"data: {self._options.remote}/{key} cannot be written ({error})")
 
     def _make_room(self) -> None:
         """Remove the tokens of the chunks that were used least recently, until the rest fits into the cache."""
-        found = []
+        files = []
         for path in self._folder.glob("*.bin"):
             with suppress(FileNotFoundError):  # removed by another process
                 status = path.stat()
-                found.append((status.st_mtime_ns, status.st_size, path))
-        left = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                files.append((status.st_mtime_ns, status.st_size, path))
+        left = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
             if left <= self._options.cache_bytes:
                 return
             if int(path.stem) not in self.needed:
@@ -316,13 +316,13 @@ def write_chunk(
     source = Source("data.train", files[0].name)
     with open_sink(folder, name, state, source, rule, encoder.dtype, MAX_CHUNK_TOKENS) as sink:
         for task in plan_tasks(0, files):
-            for found in encoder.run(task).found:
-                if isinstance(found, Broken):
-                    counts.add_broken(found)
-                elif isinstance(found, Piece):
-                    counts.documents += found.is_first
-                    state.documents += found.is_first
-                    sink.append(found)
+            for item in encoder.run(task).found:
+                if isinstance(item, Broken):
+                    counts.add_broken(item)
+                elif isinstance(item, Piece):
+                    counts.documents += item.is_first
+                    state.documents += item.is_first
+                    sink.append(item)
         sink.finish()
     if rule is None:
         records = state.parts["tokens"].shards

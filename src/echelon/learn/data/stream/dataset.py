@@ -80,24 +80,24 @@ class StreamDataset(Dataset):
 
     def reach(self, count: int) -> int:
         """Wait until `count` samples are known, or all. Raises DataError, or EchelonError if chunks cannot be had."""
-        while (known := self._count_known()) < count and not self._is_whole:
+        while (num_known := self._count_known()) < count and not self._is_whole:
             self._keeper.describe(len(self._stops) - 1)
-        if not known and self.plan.samples is not None:
+        if not num_known and self.plan.samples is not None:
             raise DataError(
                 "data.train: none of its samples can be used; the lines above have the reason: increase "
                 "data.sequence_len, or change data.train_on."
             )
-        if not known:
+        if not num_known:
             raise DataError(
                 f"data.train has {self.num_tokens} tokens, but a sample needs at least two; give more text, or mend "
                 "the records that were dropped."
             )
-        return known
+        return num_known
 
     def expect(self, position: int, window: int) -> None:
         """Tell which window of the run is read next, and that the next one follows: a thread prepares both."""
-        place = position % known if self._is_whole and (known := self._count_known()) else position
-        expected = (place // window * window, window)
+        sample = position % num_known if self._is_whole and (num_known := self._count_known()) else position
+        expected = (sample // window * window, window)
         with self._starting:
             if expected != self._expected:
                 self._expected = expected
@@ -119,10 +119,10 @@ class StreamDataset(Dataset):
     @override
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """Yield all tokens in order, in chunks; of samples, the targets, a sequence at a time."""
-        known = self.reach(UNKNOWN)
+        num_known = self.reach(UNKNOWN)
         if self.plan.samples is not None:
-            labels = (self.read_samples(np.array([sample])).labels for sample in range(known))
-            yield from (found[found != NO_LABEL] for found in labels)
+            labels = (self.read_samples(np.array([sample])).labels for sample in range(num_known))
+            yield from (row[row != NO_LABEL] for row in labels)
             return
         yield from TokenDataset([_Joined(self)], self.sequence_len).iter_tokens(chunk_tokens)
 
@@ -175,19 +175,19 @@ class StreamDataset(Dataset):
         """
         self._count_known()
         stops, count = list(self._stops), len(self.plan.chunks)
-        place, window = self._expected
-        first, last = place * self._step, (place + 2 * window) * self._step + self._beyond
+        position, window = self._expected
+        first, last = position * self._step, (position + 2 * window) * self._step + self._beyond
         start = max(0, int(np.searchsorted(stops, first, side="right")) - 1)
         is_known = last <= stops[-1] or len(stops) > count
         if last <= stops[-1]:
-            found = list(range(start, int(np.searchsorted(stops, last, side="left"))))
+            chunks = list(range(start, int(np.searchsorted(stops, last, side="left"))))
         elif not is_known:
-            found = list(range(start, min(count, len(stops) - 1 + _CHUNKS_AHEAD)))
+            chunks = list(range(start, min(count, len(stops) - 1 + _CHUNKS_AHEAD)))
         else:
             rest = int(np.searchsorted(stops, last - stops[-1], side="left"))
-            found = [*range(start, count), *range(min(rest, start))]
-        self._keeper.needed = frozenset(found)
-        return found, is_known
+            chunks = [*range(start, count), *range(min(rest, start))]
+        self._keeper.needed = frozenset(chunks)
+        return chunks, is_known
 
 
 class _Joined(TokenStore):

@@ -26,18 +26,18 @@ class WindowOrder(DataOrder):
 
     @override
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        found = [np.empty(0, dtype=np.int64)]
+        parts = [np.empty(0, dtype=np.int64)]
         stop = start + count
         while start < stop:
-            epoch, place = divmod(start, self.num_samples)
-            block, index = divmod(place, self.window)
+            epoch, position = divmod(start, self.num_samples)
+            block, index = divmod(position, self.window)
             first = block * self.window
             size = min(self.window, self.num_samples - first)
             taken = min(stop - start, size - index)
             shuffled = Permutation(size, (branch_seed(self.seed, block) if block else self.seed, epoch))
-            found.append(first + shuffled.apply(np.arange(index, index + taken)))
+            parts.append(first + shuffled.apply(np.arange(index, index + taken)))
             start += taken
-        return np.concatenate(found)
+        return np.concatenate(parts)
 
 
 @runtime_checkable

@@ -57,13 +57,13 @@ class ForwarderState:
     def read(cls, path: Path) -> "ForwarderState":
         """Read the ledger; return a new one if the file is missing or damaged."""
         try:
-            found = read_as(path, _Entries)
+            entries = read_as(path, _Entries)
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError) as error:
             logger.warning(f"track: cannot read {path} ({error}); all rows are sent to a new run of this tracker")
             return cls(path)
-        return cls(path, found.run_key, found.steps, found.complete)
+        return cls(path, entries.run_key, entries.steps, entries.complete)
 
     def write(self) -> None:
         """Write the ledger to its file."""

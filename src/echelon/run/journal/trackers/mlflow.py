@@ -43,8 +43,8 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 def find_tracking_uri(recipe: Recipe, folder: Path) -> str:
     """Return `mlflow.tracking_uri`, else MLFLOW_TRACKING_URI, else the SQLite file next to the run folder."""
-    given = recipe.mlflow.tracking_uri or read_environment().get("MLFLOW_TRACKING_URI")
-    return given or f"sqlite:///{folder.absolute().parent / 'mlflow.db'}"
+    uri = recipe.mlflow.tracking_uri or read_environment().get("MLFLOW_TRACKING_URI")
+    return uri or f"sqlite:///{folder.absolute().parent / 'mlflow.db'}"
 
 
 class Mlflow:
@@ -121,8 +121,8 @@ class Mlflow:
         return str(self._client.create_experiment(name, artifact_location=artifacts, tags=_KIND))
 
     def _find_run(self, experiment: str, run_key: str) -> Run:
-        if found := self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run_key}'"):
-            return found[0]
+        if runs := self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run_key}'"):
+            return runs[0]
         tags = {KEY_TAG: run_key, "mlflow.source.name": "echelon", "mlflow.source.type": "LOCAL"}
         return self._client.create_run(experiment, tags=tags, run_name=self._recipe.run.name)
 

@@ -51,11 +51,11 @@ class OpenTelemetry:
         now = time.time_ns()
         metrics = []
         for row in {row["kind"]: row for row in rows}.values():
-            own = {"run": self._run}
-            points = defaultdict(list, {f"{row['kind']}/step": [NumberDataPoint(own, now, now, row["step"])]})
-            for place, numbers in scalars_by_set(row):
+            labels = {"run": self._run}
+            points = defaultdict(list, {f"{row['kind']}/step": [NumberDataPoint(labels, now, now, row["step"])]})
+            for name, numbers in scalars_by_set(row):
                 for key, value in numbers.items():
-                    points[key].append(NumberDataPoint({**own, "set": place} if place else own, now, now, value))
+                    points[key].append(NumberDataPoint({**labels, "set": name} if name else labels, now, now, value))
             metrics += [
                 Metric(f"echelon.{key.replace('/', '.')}", None, None, Gauge(gauge)) for key, gauge in points.items()
             ]

@@ -69,9 +69,9 @@ class Prometheus(Collector):
         """The gauges, for a request in a thread of the server."""
         for kind, row in self._newest.items():
             gauges: dict[str, GaugeMetricFamily] = {}
-            for place, numbers in scalars_by_set(row):
+            for name, numbers in scalars_by_set(row):
                 for key, value in numbers.items():
-                    gauges.setdefault(key, _gauge(key)).add_metric([self._run, place], value)
+                    gauges.setdefault(key, _gauge(key)).add_metric([self._run, name], value)
             gauges["step"] = _gauge(f"{kind}/step")
             gauges["step"].add_metric([self._run, ""], row["step"])
             yield from gauges.values()
