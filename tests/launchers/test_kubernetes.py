@@ -70,7 +70,7 @@ def test_a_job_is_stored_as_rendered_and_deleted(name, cluster, as_admin, tmp_pa
     recipe = core.read_namespaced_config_map(f"{NAME}-recipe", "default")
     assert recipe.data == config_map["data"]
     assert [owner.uid for owner in recipe.metadata.owner_references] == [kept["metadata"]["uid"]]
-    with pytest.raises(LaunchError, match="there is one already"):
+    with pytest.raises(LaunchError, match="the object exists already"):
         target.submit(job)
     assert target.status(record).state == "queued"
     end = {"type": "Complete" if name == "trainjob" else "Succeeded", "status": "True", "reason": "r", "message": ""}

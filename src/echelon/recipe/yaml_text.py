@@ -154,9 +154,9 @@ def show_value(value: Any) -> str:
     return shorten(render_inline(value))
 
 
-def shorten(text: str) -> str:
-    """Shorten a text that is longer than a line."""
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+def shorten(text: str, most: int = LONGEST_SHOWN) -> str:
+    """Shorten a text to this many characters, by default those of a line."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _dump(value: Any, default_flow_style: bool | None, width: int) -> str:

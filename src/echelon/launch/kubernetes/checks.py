@@ -8,28 +8,21 @@ from pathlib import PurePosixPath
 
 from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec, count_gpus, list_inputs
-from echelon.launch.kubernetes.kinds import find_kind, is_elastic, longest_pod_name
-from echelon.launch.kubernetes.pod import (
-    RECIPE_MOUNT,
-    SHARED_MEMORY_MOUNT,
-    build_resources,
-    count_processes,
-    find_workdir,
-    requests_efa,
-)
+from echelon.launch.kubernetes import pod
+from echelon.launch.kubernetes.kinds import find_kind
 from echelon.launch.records import STAMP_LENGTH
 from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.replica_limits import refuse_living_on
-from echelon.recipe.launch_sections import KubernetesConfig, VolumeConfig
+from echelon.recipe.launch_sections import VolumeConfig
 
 _KEY = "launch.kubernetes"
 _POD_NAME_LENGTH = 63
 # Keys for which a TrainJob has no field.
 _NOT_IN_TRAINJOB = ("env_from_secrets", "image_pull_policy", "ttl_seconds")
 # Paths of the container that a volume must not hide.
-_TAKEN = (RECIPE_MOUNT, SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
+_TAKEN = (pod.RECIPE_MOUNT, pod.SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
 # Deleted with the pod, or never writable.
-_EPHEMERAL = ("emptyDir", "ephemeral", "configMap", "downwardAPI", "gitRepo", "image", "projected", "secret")
+_EPHEMERAL = {"emptyDir", "ephemeral", "configMap", "downwardAPI", "gitRepo", "image", "projected", "secret"}
 
 
 def check_job(job: JobSpec) -> list[str]:
@@ -43,7 +36,6 @@ def check_job(job: JobSpec) -> list[str]:
     _check_kind(job)
     _check_names(job)
     _check_devices(job)
-    _check_mounts(settings)
     _check_places(job)
     return _describe(job)
 
@@ -52,12 +44,13 @@ def _check_kind(job: JobSpec) -> None:
     """Refuse settings for which the job kind has no field."""
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
-    if is_elastic(job) and not kind.is_elastic:
+    low, high = job.nodes
+    if low < high and not kind.is_elastic:
         raise ConfigError(
             f"launch.nodes={job.recipe.launch.nodes}: a {kind.kind} has a fixed number of pods; use "
-            f"launch.nodes={job.nodes[1]}, or {_KEY}.kind=pytorchjob."
+            f"launch.nodes={high}, or {_KEY}.kind=pytorchjob."
         )
-    if settings.kind != "pytorchjob" or job.nodes[1] == 1:  # the other operators restart all pods of a job together
+    if settings.kind != "pytorchjob" or high == 1:  # the other operators restart all pods of a job together
         refuse_living_on(job.recipe)
     for name in _NOT_IN_TRAINJOB if settings.kind == "trainjob" else ():
         if (value := getattr(settings, name)) not in (None, ()):
@@ -68,18 +61,18 @@ def _check_kind(job: JobSpec) -> None:
 
 
 def _check_names(job: JobSpec) -> None:
-    pod = longest_pod_name(job)
-    if len(pod) > _POD_NAME_LENGTH:
-        most = _POD_NAME_LENGTH - (len(pod) - len(job.name)) - STAMP_LENGTH
+    name = find_kind(job).pod.format(name=job.name, last=job.nodes[1] - 1)
+    if len(name) > _POD_NAME_LENGTH:
+        most = _POD_NAME_LENGTH - (len(name) - len(job.name)) - STAMP_LENGTH
         raise ConfigError(
-            f"run.name={job.recipe.run.name}: the pod name {pod} would have {len(pod)} characters, but Kubernetes "
+            f"run.name={job.recipe.run.name}: the pod name {name} would have {len(name)} characters, but Kubernetes "
             f"allows {_POD_NAME_LENGTH}; use a name of at most {most} characters."
         )
     metadata = job.recipe.launch.kubernetes.patch.get("metadata", {})
-    for name, key in (("name", "run.name"), ("namespace", f"{_KEY}.namespace")):
-        if name in metadata:
+    for field, key in (("name", "run.name"), ("namespace", f"{_KEY}.namespace")):
+        if field in metadata:
             raise ConfigError(
-                f"{_KEY}.patch.metadata.{name}={metadata[name]}: echelon could not find the job again; set {key} "
+                f"{_KEY}.patch.metadata.{field}={metadata[field]}: echelon could not find the job again; set {key} "
                 "instead."
             )
 
@@ -92,7 +85,7 @@ def _check_devices(job: JobSpec) -> None:
             f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only.",
             {f"{_KEY}.gpus_per_node": 1},
         )
-    gpus, processes = count_gpus(job), count_processes(job)
+    gpus, processes = count_gpus(job), pod.count_processes(job)
     if launch.kubernetes.kind == "hyperpod" and not processes:
         raise ConfigError(
             f"launch.nproc_per_node=auto: {_KEY}.kind=hyperpod without GPUs needs the number of processes per pod; set "
@@ -116,59 +109,38 @@ def _check_devices(job: JobSpec) -> None:
             )
 
 
-def _check_mounts(settings: KubernetesConfig) -> None:
-    mounts = [_normal(volume.mount) for volume in settings.volumes]
-    for mount in mounts:
-        if mount in _TAKEN or mounts.count(mount) > 1:
-            raise ConfigError(f"{_KEY}.volumes: {mount} is already in use; mount the volume elsewhere.")
-
-
 def _check_places(job: JobSpec) -> None:
     """Check that the run's paths are on volumes: a pod's own disk is deleted with the pod."""
     recipe = job.recipe
-    settings = recipe.launch.kubernetes
-    run_dir = str(recipe.run.dir)
-    if not settings.volumes:
+    volumes = recipe.launch.kubernetes.volumes
+    mounts = [_normal(volume.mount) for volume in volumes]
+    for mount in mounts:
+        if mount in _TAKEN or mounts.count(mount) > 1:
+            raise ConfigError(f"{_KEY}.volumes: {mount} is already in use; mount the volume elsewhere.")
+    if not volumes:
         raise MissingSettingError(
-            f"{_KEY}.volumes is empty, so run.dir={run_dir} would be deleted with the pod; mount a volume that all "
-            "pods share, such as [{mount: /data, claim: NAME}].",
+            f"{_KEY}.volumes is empty, so run.dir={recipe.run.dir} would be deleted with the pod; mount a volume that "
+            "all pods share, such as [{mount: /data, claim: NAME}].",
             {f"{_KEY}.volumes": [{"mount": f"/SET-{_KEY}.volumes", "claim": f"set-{_KEY}.volumes"}]},
         )
-    workdir = find_workdir(job)
+    workdir = pod.find_workdir(job)
     if not workdir.is_absolute():
         raise ConfigError(f"{_KEY}.workdir={workdir} is not absolute; give the path of a folder in the container.")
-    if _find_volume(job, run_dir, writable=True) is None:
-        raise ConfigError(
-            f"run.dir={run_dir} is {workdir / run_dir} in the pods, which is not on a writable volume; use a "
-            f"path below {_list_mounts(job, writable=True)}, or set {_KEY}.workdir."
-        )
-    for key, path in list_inputs(recipe):
-        if _find_volume(job, path) is None:
+    for key, path in (("run.dir", str(recipe.run.dir)), *list_inputs(recipe)):
+        writes = key == "run.dir"
+        fit = [volume.mount for volume in volumes if not writes or _keeps_runs(volume)]
+        place = workdir / path
+        if not any(PurePosixPath(_normal(str(place))).is_relative_to(_normal(mount)) for mount in fit):
             raise ConfigError(
-                f"{key}={path} is {workdir / path} in the pods, which is not on a volume; use a path below "
-                f"{_list_mounts(job)}."
+                f"{key}={path} is {place} in the pods, which is not on a {'writable ' * writes}volume; use a path "
+                f"below {' or '.join(fit) or 'a writable volume that all pods share'}"
+                f"{f', or set {_KEY}.workdir' * writes}."
             )
 
 
-def _find_volume(job: JobSpec, path: str, writable: bool = False) -> str | None:
-    """The mount path of the volume that contains a path of the recipe; None if there is none."""
-    place = PurePosixPath(_normal(str(find_workdir(job) / path)))
-    for volume in job.recipe.launch.kubernetes.volumes:
-        if place.is_relative_to(_normal(volume.mount)) and not (writable and _is_read_only(volume)):
-            return volume.mount
-    return None
-
-
-def _is_read_only(volume: VolumeConfig) -> bool:
-    """Whether a run cannot be kept on the volume: it is read-only, or deleted with the pod."""
-    is_ephemeral = any(name in _EPHEMERAL for name in volume.source or ())
-    return volume.read_only or volume.secret_name is not None or is_ephemeral
-
-
-def _list_mounts(job: JobSpec, writable: bool = False) -> str:
-    volumes = job.recipe.launch.kubernetes.volumes
-    mounts = [volume.mount for volume in volumes if not (writable and _is_read_only(volume))]
-    return " or ".join(mounts) or ("a writable volume that all pods share" if writable else "a volume")
+def _keeps_runs(volume: VolumeConfig) -> bool:
+    """Whether a volume can be written, and outlives the pods."""
+    return not (volume.read_only or volume.secret_name is not None or _EPHEMERAL.intersection(volume.source or ()))
 
 
 def _normal(path: str) -> str:
@@ -180,7 +152,7 @@ def _describe(job: JobSpec) -> list[str]:
     """Lines for the user about what happens on the cluster and is not in the recipe."""
     recipe = job.recipe
     settings = recipe.launch.kubernetes
-    lines = [f"run folder: {find_workdir(job) / str(recipe.run.dir)} in the pods"]
+    lines = [f"run folder: {pod.find_workdir(job) / str(recipe.run.dir)} in the pods"]
     if find_kind(job).kind == "TrainJob":
         lines.append(
             "its runtime decides whether pods are restarted: a TrainJob cannot request it; fault.max_restarts applies "
@@ -188,12 +160,12 @@ def _describe(job: JobSpec) -> list[str]:
         )
     if settings.kind == "hyperpod":
         lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
-    if not {"cpu", "memory"} <= set(build_resources(job).get("limits", {})):
+    if not {"cpu", "memory"} <= set(pod.build_resources(job).get("limits", {})):
         lines.append(
             f"{_KEY}.resources does not set both cpu and memory, so the pods are not of Guaranteed quality: they share "
             "cores, and are evicted first where memory runs out"
         )
-    if requests_efa(job) and job.nodes[1] > 1:
+    if pod.requests_efa(job) and job.nodes[1] > 1:
         lines.append(
             "EFA: the image must have libfabric and NCCL's plugin aws-ofi-nccl; pods without them train over TCP, many "
             "times slower, and say so"

@@ -60,17 +60,8 @@ def find_kind(job: JobSpec) -> JobKind:
     return KINDS[job.recipe.launch.kubernetes.kind]
 
 
-def is_elastic(job: JobSpec) -> bool:
-    """Whether the number of pods may change."""
-    return job.nodes[0] < job.nodes[1]
-
-
-def longest_pod_name(job: JobSpec) -> str:
-    """The longest name that the operator gives to a pod of the job."""
-    return find_kind(job).pod.format(name=job.name, last=job.nodes[1] - 1)
-
-
 def rendezvous_host(job: JobSpec) -> str:
     """The host name under which all pods reach the first pod. An elastic PyTorchJob has workers only."""
+    low, high = job.nodes
     host = find_kind(job).host.format(name=job.name)
-    return host.replace("-master-", "-worker-") if is_elastic(job) else host
+    return host.replace("-master-", "-worker-") if low < high else host

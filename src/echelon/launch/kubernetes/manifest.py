@@ -4,130 +4,70 @@ import math
 from typing import Any
 
 from echelon.launch.job import JobSpec
-from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, rendezvous_host
-from echelon.launch.kubernetes.pod import (
-    build_command,
-    build_container_security,
-    build_env,
-    build_labels,
-    build_mounts,
-    build_placement,
-    build_resources,
-    build_template,
-    build_volumes,
-    config_map_name,
-    count_processes,
-    grace_seconds,
-    is_on_hyperpod,
-    patch_template,
-)
+from echelon.launch.kubernetes import pod
+from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents
 from echelon.run.supervise.outcome import REFUSED
 
-# A patch of a TrainJob's runtime names its manager; the operator wants a path after a domain.
-_SIGNATURE = "echelon/launch"
-_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-
 
 def render_manifest(job: JobSpec) -> str:
     """The manifest of a checked job; `kubectl create -f` accepts it too."""
-    build = {
-        "PyTorchJob": _build_pytorchjob,
-        "TrainJob": _build_trainjob,
-        "JobSet": _build_jobset,
-        "HyperPodPyTorchJob": _build_hyperpod,
-    }
-    return render_documents([_build_config_map(job), build[find_kind(job).kind](job)])
-
-
-def _build_config_map(job: JobSpec) -> dict[str, Any]:
-    """The recipe; the labels of a patch of the job are its own too."""
     settings = job.recipe.launch.kubernetes
+    # The labels of a patch of the job are the ConfigMap's too.
     given = settings.patch.get("metadata", {}).get("labels")
-    labels = merge_patch(build_labels(job), given or {}, "launch.kubernetes.patch.metadata.labels")
-    return {
+    labels = merge_patch(pod.build_labels(job), given or {}, "launch.kubernetes.patch.metadata.labels")
+    config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": config_map_name(job), "namespace": settings.namespace, "labels": labels},
+        "metadata": {"name": f"{job.name}-recipe", "namespace": settings.namespace, "labels": labels},
         "data": {"recipe.yaml": render_recipe(job.recipe)},
     }
+    build = {
+        "pytorchjob": _build_pytorchjob,
+        "trainjob": _build_trainjob,
+        "jobset": _build_jobset,
+        "hyperpod": _build_hyperpod,
+    }
+    return render_documents([config_map, _build_job(job, build[settings.kind](job))])
 
 
 def _build_pytorchjob(job: JobSpec) -> dict[str, Any]:
-    """Fixed size: a master and workers. Elastic: only workers, any of which may be missing."""
+    """Fixed size: a master and workers. Elastic: only workers, any of which may be missing.
+
+    Restarts: ExitCode would treat code 1 as permanent, and Never would fail the job at the first lost pod. The operator
+    fails the job when the restarts of all pods reach the limit; a job's pods restart together. The pod that replaces an
+    evicted one counts from 0, and the others wait for it in place.
+    """
     low, high = job.nodes
-    replica = {"restartPolicy": _restart_policy(job), "template": build_template(job)}
-    if is_elastic(job):
-        host = {"rdzvBackend": "c10d", "rdzvHost": rendezvous_host(job), "rdzvPort": PORT}
-        elastic = {"elasticPolicy": {"minReplicas": low, "maxReplicas": high, **host}}
-        replicas = {"Worker": {"replicas": high, **replica}}
-    else:
-        elastic = {}
-        replicas = {"Master": {"replicas": 1, **replica}}
-        if high > 1:
-            replicas["Worker"] = {"replicas": high - 1, **replica}
-    policy = {
+    rounds = job.recipe.fault.max_restarts
+    replica = {"restartPolicy": "OnFailure" if rounds else "Never", "template": pod.build_template(job)}
+    policy: dict[str, Any] = {
         # Keeps ended pods for `echelon logs`, and removes those still running.
         "cleanPodPolicy": "Running",
-        **_backoff_limit(job),
+        **({"backoffLimit": rounds * high + 1} if rounds else {}),
         **_limits(job),
     }
-    # A gang scheduler may start with fewer.
-    gang = {"schedulingPolicy": {"minAvailable": low}} if is_elastic(job) else {}
-    return _build_job(job, {"runPolicy": {**policy, **gang}, **elastic, "pytorchReplicaSpecs": replicas})
-
-
-def _restart_policy(job: JobSpec) -> str:
-    """OnFailure: ExitCode would treat code 1 as permanent, and Never would fail the job at the first lost pod."""
-    return "OnFailure" if job.recipe.fault.max_restarts else "Never"
-
-
-def _backoff_limit(job: JobSpec) -> dict[str, int]:
-    """The operator fails the job when the restarts of all pods reach this limit; a job's pods restart together.
-
-    The pod that replaces an evicted one counts from 0, and the others wait for it in place.
-    """
-    rounds = job.recipe.fault.max_restarts
-    return {"backoffLimit": rounds * job.nodes[1] + 1} if rounds else {}
+    counts, elastic = {"Master": 1, "Worker": high - 1}, {}
+    if low < high:
+        policy["schedulingPolicy"] = {"minAvailable": low}  # a gang scheduler may start with fewer
+        host = {"rdzvBackend": "c10d", "rdzvHost": rendezvous_host(job), "rdzvPort": PORT}
+        counts, elastic = {"Worker": high}, {"elasticPolicy": {"minReplicas": low, "maxReplicas": high, **host}}
+    replicas = {name: {"replicas": count, **replica} for name, count in counts.items() if count}
+    return {"runPolicy": policy, **elastic, "pytorchReplicaSpecs": replicas}
 
 
 def _build_trainjob(job: JobSpec) -> dict[str, Any]:
     """The pod template comes from the runtime; the job patches the fields that it may."""
-    settings = job.recipe.launch.kubernetes
-    trainer: dict[str, Any] = {
-        "image": settings.image,
-        "command": build_command(job),
-        "env": build_env(job),
-        "numNodes": job.nodes[1],
-        "resourcesPerNode": build_resources(job),
-    }
-    container: dict[str, Any] = {"name": find_kind(job).container, "volumeMounts": build_mounts(job)}
-    if security := build_container_security(job):
-        container["securityContext"] = security
-    pod = {
-        "terminationGracePeriodSeconds": grace_seconds(job),
-        **build_placement(job),
-        "volumes": build_volumes(job),
-        "containers": [container],
-    }
-    template = patch_template(job, {"metadata": {"labels": build_labels(job)}, "spec": pod})
-    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
-    spec = {"template": {"spec": {"replicatedJobs": jobs}}}
-    return _build_job(
-        job,
-        {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "ClusterTrainingRuntime",
-                "name": "torch-distributed",
-            },
-            "trainer": {name: value for name, value in trainer.items() if value},
-            "runtimePatches": [{"manager": _SIGNATURE, "trainingRuntimeSpec": spec}],
-            **_limits(job),
-        },
-    )
+    container = pod.build_container(job)
+    trainer: dict[str, Any] = {name: container[name] for name in ("image", "command", "env") if name in container}
+    trainer |= pod.drop_empty({"numNodes": job.nodes[1], "resourcesPerNode": container.get("resources")})
+    jobs = [{"name": "node", "template": {"spec": {"template": pod.build_template(job)}}}]
+    # A patch of the runtime names its manager; the operator wants a path after a domain.
+    patch = {"manager": "echelon/launch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"}
+    return {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patch], **_limits(job)}
 
 
 def _build_jobset(job: JobSpec) -> dict[str, Any]:
@@ -146,48 +86,37 @@ def _build_jobset(job: JobSpec) -> dict[str, Any]:
         "backoffLimit": 0,
         **limits,
         "podFailurePolicy": {"rules": rules},
-        "template": build_template(job, "Never"),
+        "template": pod.build_template(job, "Never"),
     }
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
-    return _build_job(
-        job,
-        {
-            "failurePolicy": {"maxRestarts": job.recipe.fault.max_restarts, "rules": [final]},
-            **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
-        },
-    )
+    return {
+        "failurePolicy": {"maxRestarts": job.recipe.fault.max_restarts, "rules": [final]},
+        **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
+    }
 
 
 def _build_hyperpod(job: JobSpec) -> dict[str, Any]:
     """With a range of machines HyperPod asks the run to save (SIGUSR1) when it adds machines or takes some away."""
     low, high = job.nodes
-    notice = grace_seconds(job)
-    elastic = {"minReplicas": low, "maxReplicas": high, "gracefulShutdownTimeoutInSeconds": notice}
-    policy = {
-        "cleanPodPolicy": "None",
-        "jobMaxRetryCount": job.recipe.fault.max_restarts,
-        **_limits(job),
+    elastic = {"minReplicas": low, "maxReplicas": high, "gracefulShutdownTimeoutInSeconds": pod.grace_seconds(job)}
+    return {
+        "nprocPerNode": str(pod.count_processes(job)),
+        "replicaSpecs": [{"name": "pod", "replicas": high, "template": pod.build_template(job)}],
+        "runPolicy": {"cleanPodPolicy": "None", "jobMaxRetryCount": job.recipe.fault.max_restarts, **_limits(job)},
+        **({"elasticPolicy": elastic} if low < high else {}),
     }
-    return _build_job(
-        job,
-        {
-            "nprocPerNode": str(count_processes(job)),
-            "replicaSpecs": [{"name": "pod", "replicas": high, "template": build_template(job)}],
-            "runPolicy": policy,
-            **({"elasticPolicy": elastic} if is_elastic(job) else {}),
-        },
-    )
 
 
 def _build_job(job: JobSpec, spec: dict[str, Any]) -> dict[str, Any]:
+    """The operator's job, patched."""
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
-    labels = build_labels(job)
+    labels = pod.build_labels(job)
     if settings.queue is not None:
-        labels[_QUEUE_LABEL] = settings.queue
+        labels["kueue.x-k8s.io/queue-name"] = settings.queue
     metadata: dict[str, Any] = {"name": job.name, "namespace": settings.namespace, "labels": labels}
-    if settings.kind == "pytorchjob" and is_on_hyperpod(job) and job.recipe.fault.max_restarts:
+    if settings.kind == "pytorchjob" and pod.is_on_hyperpod(job) and job.recipe.fault.max_restarts:
         metadata["annotations"] = {
             "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
             "sagemaker.amazonaws.com/job-max-retry-count": str(job.recipe.fault.max_restarts),

@@ -23,20 +23,15 @@ SHARED_MEMORY_MOUNT = "/dev/shm"
 _LEAVING_SECONDS = 30
 # With the name of a machine's type.
 _TYPE_LABELS = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
-_USED_SHARE = 0.9
 # What Pod Security's profile "restricted" asks of a container, besides runAsNonRoot.
 _RESTRICTED: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-_EFA = "vpc.amazonaws.com/efa"
+# The fields of the container in which a TrainJob patches that of its runtime; `spec.trainer` has others.
+_TRAINJOB_FIELDS = ("name", "volumeMounts", "securityContext")
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
-
-
-def config_map_name(job: JobSpec) -> str:
-    """The name of the ConfigMap with the job's recipe."""
-    return f"{job.name}-recipe"
 
 
 def grace_seconds(job: JobSpec) -> int:
@@ -56,79 +51,51 @@ def count_processes(job: JobSpec) -> int:
     return nproc if isinstance(nproc, int) else count_gpus(job)
 
 
-def build_command(job: JobSpec) -> list[str]:
-    """The container's command. Its process 1 is the agent, so that signals reach it.
+def _build_command(job: JobSpec) -> list[str]:
+    """The container's command. Its process 1 is the agent, so that signals reach it; a shell ends in `exec`.
 
     In the pods of a PyTorchJob, RANK and WORLD_SIZE count pods; the options of `echelon train` override them.
-    HyperPod's operator assigns ranks only to its own agent, so there that agent starts the workers.
+    HyperPod's operator assigns ranks only to its own agent, which has torchrun's options, and without a shutdown
+    timeout kills at once.
     """
-    if job.recipe.launch.kubernetes.kind == "hyperpod":
-        return _wrap(job, _hyperpod_command(job))
+    launch, kind = job.recipe.launch, job.recipe.launch.kubernetes.kind
     low, high = job.nodes
     nodes = str(high) if low == high else f"{low}:{high}"
-    options = ("--nodes", nodes, "--rendezvous", f"{rendezvous_host(job)}:{PORT}")
-    return _wrap(job, (*job.train_command(RECIPE_PATH), *options))
-
-
-def _hyperpod_command(job: JobSpec) -> tuple[str, ...]:
-    """HyperPod's launcher, with torchrun's options and a shutdown timeout; without one it kills at once."""
-    launch = job.recipe.launch
-    low, high = job.nodes
-    nodes = str(high) if low == high else f"{low}:{high}"
-    return (
-        launch.python, "-m", "hyperpod_elastic_agent.run", f"--nnodes={nodes}",
-        f"--nproc-per-node={count_processes(job)}", "--rdzv-backend=hyperpod",
-        "--shutdown-signal=SIGTERM", f"--shutdown-timeout={math.ceil(job.recipe.fault.notice_seconds)}",
-        "--tee=3", "--log-dir=/tmp/hyperpod", "-m", "echelon", "train", RECIPE_PATH,
-    )  # fmt: skip
-
-
-def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
-    """The command for Kubernetes; if a shell is needed, it ends in `exec`, so that the agent replaces the shell.
-
-    A TrainJob cannot set the container's working directory.
-    """
-    lines = guard_setup(job.recipe.launch.setup)
-    if find_kind(job).kind == "TrainJob":
+    if kind == "hyperpod":
+        argv: tuple[str, ...] = (
+            launch.python, "-m", "hyperpod_elastic_agent.run", f"--nnodes={nodes}",
+            f"--nproc-per-node={count_processes(job)}", "--rdzv-backend=hyperpod",
+            "--shutdown-signal=SIGTERM", f"--shutdown-timeout={math.ceil(job.recipe.fault.notice_seconds)}",
+            "--tee=3", "--log-dir=/tmp/hyperpod", "-m", "echelon", "train", RECIPE_PATH,
+        )  # fmt: skip
+    else:
+        argv = (*job.train_command(RECIPE_PATH), "--nodes", nodes, "--rendezvous", f"{rendezvous_host(job)}:{PORT}")
+    lines = guard_setup(launch.setup)
+    if kind == "trainjob":  # it cannot set the container's working directory
         lines.insert(0, f"cd {shlex.quote(str(find_workdir(job)))} || exit 2")
-    if lines or needs_shell(job.recipe.launch):
+    if lines or needs_shell(launch):
         argv = ("/bin/bash", "-c", "\n".join([*lines, f"exec {join_words(argv)}"]))
-    return [escape(word) for word in argv]
-
-
-def escape(text: str) -> str:
-    """Escape `$` in a command or variable as `$$`, so that Kubernetes does not expand it."""
-    return text.replace("$", "$$")
+    return [word.replace("$", "$$") for word in argv]  # Kubernetes would expand `$`
 
 
 def build_env(job: JobSpec) -> list[dict[str, str]]:
-    """The container's environment variables; those of the recipe win."""
-    awaits = {AWAITS_VARIABLE: "1"} if awaits_pods(job) else {}
-    variables = {**asked_environment(*_find_asked(job)), **awaits, **_efa_variables(job), **job.recipe.launch.env}
-    return [{"name": name, "value": escape(value)} for name, value in variables.items()]
-
-
-def awaits_pods(job: JobSpec) -> bool:
-    """Whether the pods of a job wait in place for one that was lost: operators count each container that ends."""
-    is_ours = job.recipe.launch.kubernetes.kind != "hyperpod"  # its own agent starts the ranks
-    return is_ours and job.nodes[1] > 1 and job.recipe.fault.max_restarts > 0
-
-
-def _efa_variables(job: JobSpec) -> dict[str, str]:
-    """Variables that make libfabric use EFA, if pods request it.
-
-    RDMA to GPU memory is requested only where a node selector names a type that has it: with another type libfabric
-    would refuse to start.
-    """
-    if not requests_efa(job):
-        return {}
-    instance = find_machine_type(job)
-    return {"FI_PROVIDER": "efa"} if instance is None else efa_environment(instance)
+    """The container's environment variables, `$` escaped as in the command; those of the recipe win."""
+    variables = asked_environment(*_find_asked(job))
+    # Operators count each container that ends, so pods wait in place for one that was lost; not under HyperPod's agent.
+    if job.recipe.launch.kubernetes.kind != "hyperpod" and job.nodes[1] > 1 and job.recipe.fault.max_restarts > 0:
+        variables |= {AWAITS_VARIABLE: "1"}
+    # RDMA to GPU memory is requested only where a node selector names a type that has it: with another type libfabric
+    # would refuse to start.
+    if requests_efa(job):
+        instance = find_machine_type(job)
+        variables |= {"FI_PROVIDER": "efa"} if instance is None else efa_environment(instance)
+    variables |= job.recipe.launch.env
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()]
 
 
 def requests_efa(job: JobSpec) -> bool:
     """Whether the pods request network devices of AWS."""
-    return str(job.recipe.launch.kubernetes.resources.get(_EFA, 0)) != "0"
+    return str(job.recipe.launch.kubernetes.resources.get("vpc.amazonaws.com/efa", 0)) != "0"
 
 
 def find_machine_type(job: JobSpec) -> Instance | None:
@@ -149,54 +116,42 @@ def _find_asked(job: JobSpec) -> tuple[int, str]:
 
 
 def build_resources(job: JobSpec) -> dict[str, Any]:
-    """The container's resources. Requests equal limits, so with cores and memory it is of Guaranteed quality."""
-    settings = job.recipe.launch.kubernetes
-    amounts = {**_share_machine(job), "nvidia.com/gpu": count_gpus(job), **settings.resources}
+    """The container's resources. Requests equal limits, so with cores and memory it is of Guaranteed quality.
+
+    On a machine of a known type they are 90 % of what its GPUs have of it; the rest is left to the system.
+    """
+    instance, gpus = find_machine_type(job), count_gpus(job)
+    amounts: dict[str, int | str] = {}
+    if instance is not None and 0 < gpus <= instance.gpus:
+        share = 0.9 * gpus / instance.gpus
+        amounts = {"cpu": int(instance.vcpus * share), "memory": f"{int(instance.ram_gib * share)}Gi"}
+    amounts |= {"nvidia.com/gpu": gpus, **job.recipe.launch.kubernetes.resources}
     given = {name: str(amount) for name, amount in amounts.items() if str(amount) != "0"}
     return {"limits": given, "requests": dict(given)} if given else {}
 
 
-def _share_machine(job: JobSpec) -> dict[str, str]:
-    """Cores and memory of a machine of a known type, in proportion to its GPUs; the rest is left to the system."""
-    instance, gpus = find_machine_type(job), count_gpus(job)
-    if instance is None or not 0 < gpus <= instance.gpus:
-        return {}
-    share = _USED_SHARE * gpus / instance.gpus
-    return {"cpu": str(int(instance.vcpus * share)), "memory": f"{int(instance.ram_gib * share)}Gi"}
-
-
-def build_volumes(job: JobSpec) -> list[dict[str, Any]]:
-    """The pod's volumes: the ConfigMap, memory for /dev/shm, and the volumes in the recipe."""
+def build_volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The pod's volumes, and the container's mounts: the ConfigMap, memory for /dev/shm, and those of the recipe."""
     settings = job.recipe.launch.kubernetes
     volumes: list[dict[str, Any]] = [
-        {"name": "recipe", "configMap": {"name": config_map_name(job)}},
+        {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
     ]
-    for index, volume in enumerate(settings.volumes):
-        source: dict[str, Any]
-        if volume.claim is not None:
-            source = {"persistentVolumeClaim": {"claimName": volume.claim}}
-        elif volume.host_path is not None:
-            source = {"hostPath": {"path": volume.host_path}}
-        elif volume.secret_name is not None:
-            source = {"secret": {"secretName": volume.secret_name}}
-        else:
-            source = volume.source or {}
-        volumes.append({"name": f"volume-{index}", **source})
-    return volumes
-
-
-def build_mounts(job: JobSpec) -> list[dict[str, Any]]:
-    """The container's volume mounts."""
     mounts: list[dict[str, Any]] = [
         {"name": "recipe", "mountPath": RECIPE_MOUNT, "readOnly": True},
         {"name": "shared-memory", "mountPath": SHARED_MEMORY_MOUNT},
     ]
-    for index, volume in enumerate(job.recipe.launch.kubernetes.volumes):
-        read_only = {"readOnly": True} if volume.read_only else {}
-        sub_path = {"subPath": volume.sub_path} if volume.sub_path is not None else {}
-        mounts.append({"name": f"volume-{index}", "mountPath": volume.mount, **sub_path, **read_only})
-    return mounts
+    for index, volume in enumerate(settings.volumes):
+        sources = {
+            "persistentVolumeClaim": {"claimName": volume.claim},
+            "hostPath": {"path": volume.host_path},
+            "secret": {"secretName": volume.secret_name},
+        }
+        named = {source: name for source, name in sources.items() if None not in name.values()}
+        volumes.append({"name": f"volume-{index}", **(volume.source or named)})
+        place = {"mountPath": volume.mount, "subPath": volume.sub_path, "readOnly": volume.read_only or None}
+        mounts.append({"name": f"volume-{index}", **drop_empty(place)})
+    return volumes, mounts
 
 
 def is_on_hyperpod(job: JobSpec) -> bool:
@@ -232,45 +187,48 @@ def build_container_security(job: JobSpec) -> dict[str, Any]:
     return merged
 
 
-def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str, Any]:
-    """The template of the pods that train; a TrainJob's runtime has its own, which is patched."""
+def build_container(job: JobSpec) -> dict[str, Any]:
+    """The container that trains."""
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
-    # The token of the API is for a named account; HyperPod's agent may use it.
-    has_token = "serviceAccountName" in settings.pod_patch.get("spec", {}) or settings.kind == "hyperpod"
     container: dict[str, Any] = {
         "name": kind.container,
         "image": settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": build_command(job),
+        "command": _build_command(job),
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
         "envFrom": [{"secretRef": {"name": name}} for name in settings.env_from_secrets],
         "ports": [dict(zip(("name", "containerPort"), kind.port, strict=True))],
         "resources": build_resources(job),
-        "volumeMounts": build_mounts(job),
+        "volumeMounts": build_volumes(job)[1],
         "securityContext": build_container_security(job),
     }
-    template = {
-        "metadata": {"labels": build_labels(job)},
-        "spec": {
-            "terminationGracePeriodSeconds": grace_seconds(job),
-            **({} if restart_policy is None else {"restartPolicy": restart_policy}),
-            **build_placement(job),
-            **({} if has_token else {"automountServiceAccountToken": False}),
-            "containers": [{name: value for name, value in container.items() if value}],
-            "volumes": build_volumes(job),
-        },
-    }
-    return patch_template(job, template)
+    return drop_empty(container)
 
 
-def patch_template(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
-    """The pod template with `launch.kubernetes.pod_patch` merged into it."""
-    patched: dict[str, Any] = merge_patch(
-        template, job.recipe.launch.kubernetes.pod_patch, "launch.kubernetes.pod_patch"
-    )
+def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str, Any]:
+    """The template of the pods, patched. A TrainJob's is itself a patch of that of its runtime."""
+    settings = job.recipe.launch.kubernetes
+    spec = drop_empty({"terminationGracePeriodSeconds": grace_seconds(job), "restartPolicy": restart_policy})
+    spec |= build_placement(job)
+    containers, volumes = [build_container(job)], build_volumes(job)[0]
+    if settings.kind == "trainjob":
+        kept = {name: containers[0][name] for name in _TRAINJOB_FIELDS if name in containers[0]}
+        spec |= {"volumes": volumes, "containers": [kept]}
+    else:
+        # The token of the API is for a named account; HyperPod's agent may use it.
+        if "serviceAccountName" not in settings.pod_patch.get("spec", {}) and settings.kind != "hyperpod":
+            spec["automountServiceAccountToken"] = False
+        spec |= {"containers": containers, "volumes": volumes}
+    template = {"metadata": {"labels": build_labels(job)}, "spec": spec}
+    patched: dict[str, Any] = merge_patch(template, settings.pod_patch, "launch.kubernetes.pod_patch")
     return patched
+
+
+def drop_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value; 0 and False are values."""
+    return {name: value for name, value in fields.items() if value is not None and value != [] and value != {}}
 
 
 def build_labels(job: JobSpec) -> dict[str, str]:

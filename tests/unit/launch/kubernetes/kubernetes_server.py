@@ -31,10 +31,11 @@ class StubCluster:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.pods: list[dict[str, Any]] = []
-        self.logs: dict[str, str] = {}
+        self.logs: dict[str, str | bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.missing_kinds: set[str] = {"hyperpodpytorchjobs"}
         self.forbidden: set[str] = set()
+        self.address = ""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -43,13 +44,14 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *words: object) -> None:
         pass
 
-    def answer(self, code: int, body: dict[str, Any] | str) -> None:
-        text = body if isinstance(body, str) else json.dumps(body)
+    def answer(self, code: int, body: dict[str, Any] | str | bytes) -> None:
+        text = json.dumps(body) if isinstance(body, dict) else body
+        content = text.encode() if isinstance(text, str) else text
         self.send_response(code)
-        self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
-        self.send_header("Content-Length", str(len(text.encode())))
+        self.send_header("Content-Type", "application/json" if isinstance(body, dict) else "text/plain")
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(content)
 
     def refuse(self, code: int, message: str, **details: str) -> None:
         self.answer(code, {"kind": "Status", "status": "Failure", "message": message, "code": code, "details": details})
@@ -130,7 +132,8 @@ def stub_cluster(kubeconfig: Path) -> Iterator[StubCluster]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    write_kubeconfig(kubeconfig, f"http://127.0.0.1:{server.server_port}")
+    cluster.address = f"http://127.0.0.1:{server.server_port}"
+    write_kubeconfig(kubeconfig, cluster.address)
     try:
         yield cluster
     finally:

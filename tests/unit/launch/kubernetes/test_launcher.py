@@ -183,6 +183,14 @@ def test_logs_begin_with_rank_0(cluster, tmp_path):
         list(KubernetesLauncher().logs(record, False))
 
 
+def test_lines_arrive_as_they_were_printed(cluster, tmp_path):
+    record = submit(tmp_path)
+    cluster.pods = [pod("master", 0, RUNS)]
+    cluster.logs = {f"{NAME}-master-0": b"\nsteps 1\rsteps 2\n\n\xff cut\nlast \xc3\xa9"}
+    lines = ["", "steps 1\rsteps 2", "", "\ufffd cut", "last é"]
+    assert list(KubernetesLauncher().logs(record, False)) == lines
+
+
 def test_following_shows_every_start_once(cluster, tmp_path):
     record = submit(tmp_path)
     cluster.pods = [pod("master", 0, {})]
@@ -224,6 +232,9 @@ def test_errors_of_the_api_are_one_message(cluster, tmp_path, monkeypatch):
         target.status(record)
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="not found in the kubeconfig"):
+        target.status(record)
+    write_kubeconfig(tmp_path / "other", cluster.address, token="wrong")
+    with pytest.raises(LaunchError, match="does not accept the kubeconfig's credentials; log in again"):
         target.status(record)
     write_kubeconfig(tmp_path / "other", "http://127.0.0.1:9")
     with pytest.raises(LaunchError, match="the cluster of context here does not answer"):
