@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from typing import Annotated
 
+from typer import Option
 from typing_extensions import override
 
 from echelon.cli.api.recipes import RecipeLike, load_recipe
@@ -25,11 +27,13 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
-from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
+from echelon.planner.reliability import RESTART_SECONDS, Goodput, Reliability, estimate_goodput
 from echelon.recipe import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.run.lifecycle.plan_build import build_stages
 from echelon.run.lifecycle.setup import describe_steps
+
+Long = Option(min=0, max=1e9)
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,11 @@ class PlanReport:
 
 def plan(
     recipe: RecipeLike,
-    devices: str | None = None,
+    devices: Annotated[str | None, Option("--devices", metavar="64xH100")] = None,
     *,
     devices_per_node: int = 8,
-    instance: str | None = None,
-    count: int | None = None,
+    instance: Annotated[str | None, Option(metavar="ml.TYPE|auto")] = None,
+    count: Annotated[int | None, Option(min=1)] = None,
     build: bool = False,
     reliability: Reliability | None = None,
     engines: bool = False,
@@ -72,13 +76,13 @@ def plan(
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping.
-        devices: number and kind of the devices, for example `64xH100`; None: those of this machine.
-        devices_per_node: devices per machine, with `devices`.
-        instance: a SageMaker instance type instead, for example `ml.p5.48xlarge`; `auto` selects the cheapest.
-        count: the number of instances; None: 1, or with `auto` as few as possible.
-        build: divide the real model as planned, without devices, in a process for each stage that is built.
+        devices: plan for these devices. Default: this machine.
+        devices_per_node: number of devices per machine.
+        instance: plan for SageMaker machines; auto: the cheapest type.
+        count: number of machines, with `instance` (default 1; with auto: as few as possible) or `--quote` (1, 2, 4, 8).
+        build: divide the real model as planned, without devices, and count what ranks store.
         reliability: failures and stragglers, for the expected goodput.
-        engines: also what each engine would make of the recipe.
+        engines: also show what each engine would make of the recipe.
         on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
 
     Raises:
@@ -139,6 +143,32 @@ def _forecast(
     for line in (*forecast.describe(), *([] if payoff is None else [payoff])):
         note(line)
     return forecast
+
+
+def read_reliability(
+    *,
+    mtbf_hours: Annotated[float | None, Long] = None,
+    restart_seconds: Annotated[float | None, Long] = None,
+    replace_hours: Annotated[float | None, Long] = None,
+    step_spread: Annotated[float | None, Option(min=0, max=1000)] = None,
+) -> Reliability | None:
+    """What options say about failures and stragglers; None if they say nothing. Raises ConfigError.
+
+    Args:
+        mtbf_hours: mean hours between failures of a machine: show the goodput.
+        restart_seconds: from a failure to the next step. Default: 300.
+        replace_hours: until a failed machine is replaced: show the goodput with spare machines.
+        step_spread: standard deviation of a machine's step time over its mean: show the goodput.
+    """
+    for option, value in (("--restart-seconds", restart_seconds), ("--replace-hours", replace_hours)):
+        if value is not None and mtbf_hours is None:
+            raise ConfigError(f"{option} {value:g} needs --mtbf-hours; add it, or remove the option.")
+    if mtbf_hours is None and step_spread is None:
+        return None
+    if mtbf_hours is not None and mtbf_hours <= 0:
+        raise ConfigError(f"--mtbf-hours {mtbf_hours:g}: give the mean hours between failures of a machine, above 0.")
+    restart = RESTART_SECONDS if restart_seconds is None else restart_seconds
+    return Reliability(mtbf_hours, restart, step_spread or 0.0, replace_hours or 0.0)
 
 
 def _check_target(devices: str | None, instance: str | None, count: int | None) -> None:

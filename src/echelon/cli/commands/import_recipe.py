@@ -13,49 +13,25 @@ logger = logging.getLogger(__name__)
 
 
 def import_file(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A file of Axolotl, HF (TRL, PEFT), LLaMA-Factory or ms-swift; or a folder of DeepSpeed.",
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout. For a checkpoint: a new folder."),
-    ] = None,
-    tool: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="TOOL",
-            help="The tool, such as hf or axolotl; an unknown one lists them all. Default: detected.",
-        ),
-    ] = None,
-    trainer: Annotated[
-        str | None,
-        typer.Option(
-            "--trainer",
-            metavar="NAME",
-            help="For HF files: the trainer that the file is for, such as sft or dpo; an unknown one lists them all.",
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            "--devices", min=1, metavar="N", help="Number of GPUs the file was used with; sets the global batch."
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples", min=1, metavar="N", help="Number of training sequences; converts fractions to steps."
-        ),
-    ] = None,
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]")] = None,
+    *,
+    tool: Annotated[str | None, typer.Option("--from", metavar="TOOL")] = None,
+    trainer: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
 ) -> None:
     """Convert another tool's configuration into a recipe. Lists all keys that could not be converted.
 
     A checkpoint folder of DeepSpeed becomes a folder of safetensors instead.
+
+    Args:
+        path: a file of Axolotl, HF (TRL, PEFT), LLaMA-Factory or ms-swift; or a folder of DeepSpeed.
+        out: the recipe to write. Default: stdout. For a checkpoint: a new folder.
+        tool: the tool, such as hf or axolotl; an unknown one lists them all. Default: detected.
+        trainer: for HF files: the trainer that the file is for, such as sft or dpo; an unknown one lists them all.
+        devices: number of GPUs the file was used with; sets the global batch.
+        samples: number of training sequences; converts fractions to steps.
     """
     from echelon.foreign.importers import Amounts, import_recipe
 

@@ -27,32 +27,26 @@ _LOOK_SECONDS = 1.0
 def launch(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="TARGET",
-            help="local, torchrun, slurm, ray, skypilot, kubernetes or sagemaker.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
-    ] = False,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B", help="Machines for --to torchrun; sets launch.nodes too.")
-    ] = None,
-    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N|MIN:MAX|N+S", help="Machines.")] = None,
-    instance: Annotated[
-        str | None, typer.Option("--instance", metavar="ml.TYPE|auto", help="Machines for --to sagemaker.")
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Show the job's output until it ends, and exit with its exit code.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the job, or the files of --dry-run, as one JSON object; errors too.")
-    ] = False,
+    *,
+    to: Annotated[str | None, typer.Option(metavar="TARGET")] = None,
+    dry_run: bool = False,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B")] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX|N+S")] = None,
+    instance: Annotated[str | None, typer.Option(metavar="ml.TYPE|auto")] = None,
+    follow: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
+    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine.
+
+    Args:
+        to: `local`, torchrun, slurm, ray, skypilot, kubernetes or sagemaker.
+        dry_run: print what would be submitted, and submit nothing.
+        hosts: machines for `--to torchrun`; sets launch.nodes too.
+        nodes: machines.
+        instance: machines for `--to sagemaker`.
+        follow: show the job's output until it ends, and exit with its exit code.
+        as_json: print the job, or the files of `--dry-run`, as one JSON object; errors too.
+    """
     if to == "sagemaker-endpoint":
         raise ConfigError(
             "--to sagemaker-endpoint: echelon serves no models any more; export the run with `echelon export`, and "
