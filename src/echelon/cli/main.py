@@ -48,26 +48,12 @@ FORMER = {
 
 
 COMMANDS = {
-    "train": "train:train",
-    "data": "data:data",
-    "plan": "plan:plan",
-    "eval": "evaluate:evaluate",
-    "generate": "generate:generate",
-    "export": "export:export",
-    "launch": "launch:launch",
-    "runs": "jobs:runs",
-    "status": "jobs:status",
-    "logs": "jobs:logs",
-    "cancel": "jobs:cancel",
-    "report": "report:report",
-    "sweep": "sweep:sweep",
-    "drill": "drill:drill",
-    "doctor": "doctor:doctor",
-    "import": "import_recipe:import_file",
-    "init": "init:init",
-    "demo": "demo:demo",
-}
-"""The function of each command, as `module:name` in echelon.cli.commands; imported when the command runs."""
+    "train": "train", "data": "data", "plan": "plan", "eval": "evaluate", "generate": "generate", "export": "export",
+    "launch": "launch", "runs": "jobs:runs", "status": "jobs:status", "logs": "jobs:logs", "cancel": "jobs:cancel",
+    "report": "report", "sweep": "sweep", "drill": "drill", "doctor": "doctor", "import": "import_recipe",
+    "init": "init", "demo": "demo",
+}  # fmt: skip
+"""The module in echelon.cli.commands of each command, imported to run it; and its function, if not of the same name."""
 
 _STOPPED: dict[str, tuple[signal.Signals, ...]] = {
     **dict.fromkeys(("data", "plan", "eval", "export", "report", "doctor", "import"), (signal.SIGTERM, signal.SIGINT)),
@@ -82,7 +68,7 @@ _INTERRUPTED = 130
 
 def _find_function(name: str) -> Callable[..., None]:
     module, _, function = COMMANDS[name].partition(":")
-    found: Callable[..., None] = getattr(import_module(f"echelon.cli.commands.{module}"), function)
+    found: Callable[..., None] = getattr(import_module(f"echelon.cli.commands.{module}"), function or module)
     return found
 
 

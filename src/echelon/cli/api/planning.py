@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -10,16 +11,20 @@ from typing_extensions import override
 
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.cores import num_cores
-from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.errors import ConfigError, LaunchError, PlanError
+from echelon.ground.launch_environment import worker_environment
 from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster, parse_devices
+from echelon.planner.hardware.calibrate import measure_machine
+from echelon.planner.hardware.calibration_store import Calibration, store_calibration
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, find_calibrated_cpu, use_calibration
 from echelon.planner.hardware.instances import find_instance
 from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.memory_parts import StoredBytes
@@ -255,3 +260,25 @@ def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBy
             yield f"  stage {stage + 1} of {len(planned)}"
         for part, size in asdict(found).items():
             yield f"  {part:<12} {render_bytes(size):>10} ({render_bytes(getattr(planned[stage], part))})"
+
+
+def calibrate() -> tuple[Calibration, Path]:
+    """Measure matrix products, attention, layers, copies and all-reduces between the devices of this machine.
+
+    It takes less than a minute on a machine without other work. Later plans for devices like these use the result.
+
+    Returns:
+        What was measured, and the file in which it is kept.
+
+    Raises:
+        LaunchError: the processes that measure failed, or the file cannot be written.
+    """
+    rows, device, count = measure_machine(worker_environment)
+    found = fit_calibration(rows, device, count, "float32" if device == "cpu" else "bfloat16")
+    try:
+        return found, store_calibration(find_cache_dir(), found)
+    except OSError as error:
+        raise LaunchError(
+            f"the calibration cannot be kept in {find_cache_dir()} ({error}); set ECHELON_CACHE to a folder that can "
+            "be written."
+        ) from error

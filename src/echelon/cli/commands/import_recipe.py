@@ -12,7 +12,7 @@ from echelon.ground.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def import_file(
+def import_recipe(
     path: Annotated[Path, typer.Argument(metavar="FILE")],
     out: Annotated[Path | None, typer.Argument(metavar="[OUT]")] = None,
     *,
@@ -33,7 +33,8 @@ def import_file(
         devices: number of GPUs the file was used with; sets the global batch.
         samples: number of training sequences; converts fractions to steps.
     """
-    from echelon.foreign.importers import Amounts, import_recipe
+    from echelon.foreign.importers import Amounts
+    from echelon.foreign.importers import import_recipe as convert
 
     if path.is_dir():
         _import_checkpoint(path, out)
@@ -41,7 +42,7 @@ def import_file(
     if out is not None and out.exists():
         raise ConfigError(f"{out} already exists; give another file, or remove it.")
     log_to_stderr()
-    imported = import_recipe(path, tool, Amounts(devices, samples), trainer)
+    imported = convert(path, tool, Amounts(devices, samples), trainer)
     logger.info(f"import: {path} is read as a file for {imported.tool}")
     for note in imported.notes:
         logger.warning(note)

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +14,14 @@ import typer
 from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
 from echelon.cli.commands.failure import report_failure
 from echelon.cli.commands.jobs import describe_job, name_job, summarize_job
-from echelon.cli.commands.submission import handed_over_whole, show_files
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.redaction import redact_text
+from echelon.ground.stop_request import handled
 
 if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobStatus, Launcher
+    from echelon.launch.job_checks import CheckedJob
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +68,9 @@ def launch(
     for line in checked.lines:
         logger.info(line)
     if dry_run:
-        show_files(checked, as_json)
+        _show_files(checked, as_json)
         return
-    with handed_over_whole(job.name):
+    with _handed_over_whole(job.name):
         record = submit_job(job, checked.launcher, checked.texts)
         if not as_json:
             show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
@@ -120,3 +124,32 @@ def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":
     while (now := launcher.status(record)).state not in FINAL_STATES:
         time.sleep(_LOOK_SECONDS)
     return now
+
+
+def _show_files(checked: "CheckedJob", as_json: bool) -> None:
+    """Show what would be submitted. Raises ConfigError, after it, with the settings that are missing."""
+    from echelon.launch.job_checks import refuse_missing
+
+    if as_json:
+        show(json.dumps({"files": checked.texts}))
+    for name, text in () if as_json else checked.texts.items():
+        show(f"--- {name}" + (", with placeholders for what is missing" if checked.missing else ""))
+        show(text.rstrip("\n"))
+    if checked.missing:
+        raise refuse_missing(checked.missing)
+
+
+@contextmanager
+def _handed_over_whole(name: str) -> Iterator[None]:
+    """Delay a signal until the job is submitted and its record is written; a second signal takes effect immediately."""
+    asked: list[str] = []
+
+    def note(number: int, _: object) -> None:
+        asked.append(signal.Signals(number).name)
+        if len(asked) > 1:
+            raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
+
+    with handled((signal.SIGINT, signal.SIGTERM), note):
+        yield
+    if asked:
+        raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")

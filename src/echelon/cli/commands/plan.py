@@ -141,7 +141,7 @@ def _show_accuracy(runs: Sequence[Path]) -> None:
 def _ask_first(path: Path | None, overrides: list[str] | None, calibrate: bool, prices: str | None) -> bool:
     """Measure this machine, and ask for prices, if the options say so; returns whether they do."""
     if calibrate:
-        from echelon.cli.api.machine_rates import calibrate as measure
+        from echelon.cli.api.planning import calibrate as measure
 
         found, file = measure()
         for line in (*found.describe_rates(), f"kept in {file}"):
