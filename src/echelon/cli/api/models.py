@@ -86,7 +86,7 @@ def evaluate(
     Args:
         target: a run or its folder, or an HF model folder.
         data: text to evaluate on instead of the run's held-out text.
-        tasks: multiple-choice questions to score instead, by lm-eval.
+        tasks: file of multiple-choice questions to score instead, by lm-eval.
         lm_eval: tasks of lm-eval to run instead.
         include_path: folder with your own task files, for `lm_eval`.
         limit: maximum number of examples per task, for `lm_eval`.
@@ -99,9 +99,10 @@ def evaluate(
     Raises:
         ConfigError, DataError or CheckpointError: an argument or file cannot be used; the message names it.
     """
-    if sum(option is not None for option in (data, tasks, lm_eval or None)) > 1:
+    names = lm_eval.split(",") if isinstance(lm_eval, str) else lm_eval
+    if sum(option is not None for option in (data, tasks, names or None)) > 1:
         raise ConfigError("--data, --tasks and --lm-eval are separate evaluations; give only one.")
-    if not lm_eval and (include_path is not None or limit is not None):
+    if not names and (include_path is not None or limit is not None):
         raise ConfigError("--include-path and --limit require --lm-eval TASK; add it or remove them.")
     check_texts(data, tasks)
     path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
@@ -109,11 +110,10 @@ def evaluate(
         from echelon.tools.inference.tasks import evaluate_task
 
         return evaluate_task(path, Path(tasks), which, team)
-    if lm_eval:
+    if names:
         from echelon.tools.inference.tasks import evaluate_with_harness
 
         include = None if include_path is None else Path(include_path)
-        names = lm_eval.split(",") if isinstance(lm_eval, str) else lm_eval
         return evaluate_with_harness(path, names, include, limit, which, team)
     from echelon.tools.inference.evaluate import evaluate_model
 

@@ -26,9 +26,9 @@ def evaluate(
 
     log_to_stderr()
     num_processes = parse_nproc(nproc)
-    check_target(target, options["checkpoint"])
-    check_texts(options["data"], options["tasks"])
-    find_target(target, options["checkpoint"])
+    check_target(target, options.get("checkpoint"))
+    check_texts(options.get("data"), options.get("tasks"))
+    find_target(target, options.get("checkpoint"))
 
     def work(team: "Team | None") -> None:
         result = evaluate_target(target, team=team, **options)

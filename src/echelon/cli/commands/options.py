@@ -48,14 +48,18 @@ def read_docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]
 
     In the help a parameter in backticks is written as its option.
     """
-    text, *sections = _SECTIONS.split(inspect.getdoc(function) or "")
+    whole = inspect.getdoc(function) or ""
     names = inspect.signature(function).parameters
 
     def write(found: re.Match[str]) -> str:
         return f"--{found[1].replace('_', '-')}" if found[1] in names else found[1]
 
-    entries = [(name, " ".join(words.split())) for name, words in _ENTRY.findall("\n".join(sections[:1]))]
-    return text, {name: re.sub("`([^`]+)`", write, words[0].upper() + words[1:]) for name, words in entries}
+    helps: dict[str, str] = {}
+    for name, lines in _ENTRY.findall(whole):
+        if name in names:
+            words = re.sub("`([^`]+)`", write, " ".join(lines.split()))
+            helps[name] = words if lines[0] == "`" else words[0].upper() + words[1:]
+    return _SECTIONS.split(whole)[0], helps
 
 
 def find_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
