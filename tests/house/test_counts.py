@@ -72,7 +72,8 @@ def count_keys(section: type[Section], seen: set[type[Section]] | None = None) -
 
 def count_commands(group: Group) -> int:
     """The commands that the help shows, and those of its groups."""
-    shown = [command for command in group.commands.values() if not command.hidden]
+    commands = [group.get_command(None, name) for name in group.list_commands(None)]
+    shown = [command for command in commands if not command.hidden]
     return sum(count_commands(command) if isinstance(command, Group) else 1 for command in shown)
 
 
@@ -83,12 +84,12 @@ def count_test_lines() -> int:
 
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: count_files(ECHELON), 619, 0),
+    "files": (lambda: count_files(ECHELON), 615, 0),
     "lines": (lambda: count_lines(ECHELON), 97_357, 250),
     "raises with a text": (lambda: count_raises(ECHELON), 1_384, 5),
     "vague names of variables": (lambda: count_vague_names(ECHELON), 271, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
-    "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 23, 0),
+    "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 20, 0),
     "recipe keys": (lambda: count_keys(Recipe), 321, 0),
     "commands": (lambda: count_commands(get_command(app)), 21, 0),
     "lines of tests": (count_test_lines, 82_720, 500),

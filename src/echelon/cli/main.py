@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,31 +13,18 @@ import typer
 from typer.core import TyperGroup
 from typing_extensions import override
 
-from echelon.cli.commands.arguments import VersionOption
+from echelon.cli.commands.checkpoint import HELP as CHECKPOINT_HELP
 from echelon.cli.commands.checkpoint import app as checkpoint_app
-from echelon.cli.commands.common_options import (
+from echelon.cli.commands.failure import UsageError, report_failure, report_usage, wants_json
+from echelon.cli.commands.options import (
     JsonErrorsOption,
     QuietOption,
     VerboseOption,
+    make_command,
+    read_docstring,
     set_verbosity,
-    with_common_options,
 )
-from echelon.cli.commands.data import data
-from echelon.cli.commands.demo import demo
-from echelon.cli.commands.doctor import doctor
-from echelon.cli.commands.drill import drill
-from echelon.cli.commands.evaluate import evaluate
-from echelon.cli.commands.export import export
-from echelon.cli.commands.failure import UsageError, report_failure, report_usage, wants_json
-from echelon.cli.commands.generate import generate
-from echelon.cli.commands.import_recipe import import_file
-from echelon.cli.commands.init import init
-from echelon.cli.commands.jobs import cancel, logs, runs, status
-from echelon.cli.commands.launch import launch
-from echelon.cli.commands.plan import plan
-from echelon.cli.commands.report import report
-from echelon.cli.commands.sweep import sweep
-from echelon.cli.commands.train import train
+from echelon.cli.commands.terminal import show
 from echelon.ground.errors import (
     EchelonError,
     explain_storage_error,
@@ -59,46 +47,14 @@ FORMER = {
 """The commands of earlier versions, which others have taken in."""
 
 
-class _Commands(TyperGroup):
-    """The commands, also by their earlier names."""
+COMMANDS = {
+    "train": "train", "data": "data", "plan": "plan", "eval": "evaluate", "generate": "generate", "export": "export",
+    "launch": "launch", "runs": "jobs:runs", "status": "jobs:status", "logs": "jobs:logs", "cancel": "jobs:cancel",
+    "report": "report", "sweep": "sweep", "drill": "drill", "doctor": "doctor", "import": "import_recipe",
+    "init": "init", "demo": "demo",
+}  # fmt: skip
+"""The module in echelon.cli.commands of each command, imported to run it; and its function, if not of the same name."""
 
-    @override
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        place = next((number for number, word in enumerate(args) if not word.startswith("-")), None)
-        if place is not None and (new := FORMER.get(args[place])):
-            typer.echo(f"echelon {args[place]} is now echelon {' '.join(new)}", err=True)
-            args = [*args[:place], *new, *args[place + 1 :]]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    name="echelon",
-    cls=_Commands,
-    help="Train language models across processes, GPUs and machines from one recipe.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-COMMANDS: dict[str, Callable[..., None]] = {
-    "train": train,
-    "data": data,
-    "plan": plan,
-    "eval": evaluate,
-    "generate": generate,
-    "export": export,
-    "launch": launch,
-    "runs": runs,
-    "status": status,
-    "logs": logs,
-    "cancel": cancel,
-    "report": report,
-    "sweep": sweep,
-    "drill": drill,
-    "doctor": doctor,
-    "import": import_file,
-    "init": init,
-    "demo": demo,
-}
 _STOPPED: dict[str, tuple[signal.Signals, ...]] = {
     **dict.fromkeys(("data", "plan", "eval", "export", "report", "doctor", "import"), (signal.SIGTERM, signal.SIGINT)),
     "generate": (signal.SIGTERM,),  # in a conversation Ctrl-C ends an answer
@@ -110,31 +66,82 @@ _INTERRUPTED = 130
 """The exit code that typer gives to a command which Ctrl-C ends, without a message."""
 
 
+def _find_function(name: str) -> Callable[..., None]:
+    module, _, function = COMMANDS[name].partition(":")
+    found: Callable[..., None] = getattr(import_module(f"echelon.cli.commands.{module}"), function or module)
+    return found
+
+
 def _stoppable(name: str, command: Callable[..., None]) -> Callable[..., None]:
     """The command, ended by the signals of _STOPPED. A rank is not: its parent reports the stop."""
 
     @functools.wraps(command)
-    def run(*arguments: object, **options: object) -> None:
+    def run(**options: object) -> None:
         from echelon.ground.launch_environment import launch_role
 
         follows = options.get("live") or options.get("web")  # Ctrl-C is how `report --live` ends
         if follows or launch_role() == "worker":
-            return command(*arguments, **options)
+            return command(**options)
         with stops_told(signals=_STOPPED[name]):
-            command(*arguments, **options)
+            command(**options)
         return None
 
     return run if name in _STOPPED else command
 
 
-for name, command in COMMANDS.items():
-    app.command(name)(with_common_options(_stoppable(name, command)))
-app.add_typer(checkpoint_app, name="checkpoint")
+class _Commands(TyperGroup):
+    """The commands, also by their earlier names. Each is made when it is asked for; until then it is None."""
+
+    def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
+        super().__init__(commands=dict.fromkeys(COMMANDS) | commands, **settings)  # type: ignore[arg-type]
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        place = next((number for number, word in enumerate(args) if not word.startswith("-")), None)
+        if place is not None and (new := FORMER.get(args[place])):
+            typer.echo(f"echelon {args[place]} is now echelon {' '.join(new)}", err=True)
+            args = [*args[:place], *new, *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+    @override
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        own = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        own.command(cmd_name)(make_command(_stoppable(cmd_name, _find_function(cmd_name))))
+        return typer.main.get_command(own)
+
+    @override
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        texts = {name: read_docstring(_find_function(name))[0] for name in COMMANDS} | {"checkpoint": CHECKPOINT_HELP}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, f"{text.partition('.')[0]}.") for name, text in texts.items()])
+
+
+app = typer.Typer(
+    name="echelon",
+    cls=_Commands,
+    help="Train language models across processes, GPUs and machines from one recipe.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(checkpoint_app, name="checkpoint", help=CHECKPOINT_HELP)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from echelon.run.folder.environment import describe_source
+
+        show(f"echelon {describe_source()}")
+        raise typer.Exit
 
 
 @app.callback()
 def begin(
-    version: VersionOption = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
     as_json: JsonErrorsOption = False,

@@ -26,11 +26,6 @@ def test_what_programs_read_stays_alone_on_stdout():
     assert json.loads(ended.stdout)["type"] == "object" and ended.exit_code == 0
 
 
-def test_help_does_not_name_them():
-    shown = CliRunner().invoke(app, ["--help"]).stdout.split()
-    assert not set(FORMER) & set(shown) and "report" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -28,6 +28,12 @@ def test_every_command_says_what_it_does():
     assert all(len(line.split()) > 3 and line.endswith(".") for line in listed)
 
 
+def test_the_help_imports_no_recipes():
+    code = "from echelon.cli.main import app; app(['--help'], standalone_mode=False)"
+    code += "; import sys; assert not {'echelon.recipe', 'yaml', 'numpy', 'torch'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_the_version_is_shown():
     answer = CliRunner().invoke(app, ["--version"])
     assert (answer.exit_code, answer.output) == (0, f"echelon {version('echelon')}\n")

@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Sequence
 from glob import has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from typer import Option
 
 from echelon.ground.errors import ConfigError, EchelonError, first_line
 from echelon.ground.run_files import is_run, require_model
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 _PUSHED = "push"
 
 Prompts = TypeVar("Prompts", str, list[str])
+Checkpoint = Annotated[str | int | None, Option(metavar="newest|best|STEP")]
+AtLeastOne = Option(min=1)
+Share = Option(min=0.0, max=1.0)
 
 
 def check_target(target: "Target", checkpoint: str | int | None = None) -> Path:
@@ -65,24 +70,27 @@ def check_texts(data: str | Path | None, tasks: str | Path | None) -> None:
 
 def evaluate(
     target: "Target",
-    data: str | Path | None = None,
+    data: Annotated[str | Path | None, Option("--data", metavar="PATH")] = None,
     *,
-    tasks: str | Path | None = None,
-    lm_eval: Sequence[str] = (),
-    include_path: str | Path | None = None,
-    limit: int | None = None,
-    checkpoint: str | int | None = None,
+    tasks: Annotated[str | Path | None, Option(metavar="FILE.jsonl")] = None,
+    lm_eval: Annotated[str | Sequence[str] | None, Option(metavar="TASK[,TASK]")] = None,
+    include_path: Annotated[str | Path | None, Option(metavar="FOLDER")] = None,
+    limit: Annotated[int | None, AtLeastOne] = None,
+    checkpoint: Checkpoint = None,
     team: "Team | None" = None,
 ) -> dict[str, Any]:
     """Compute loss, perplexity and bits per byte on held-out text, or accuracy on tasks.
 
+    `lm_eval` may also be a list of names.
+
     Args:
         target: a run or its folder, or an HF model folder.
-        data: text to use instead of the run's held-out text.
-        tasks: a .jsonl file with multiple-choice questions to score instead, by lm-eval.
-        lm_eval: names of lm-eval tasks to run instead; `include_path`: a folder with your own task files; `limit`: the
-            number of examples per task.
-        checkpoint: `newest`, `best` or a step of a run; None: the newest.
+        data: text to evaluate on instead of the run's held-out text.
+        tasks: file of multiple-choice questions to score instead, by lm-eval.
+        lm_eval: tasks of lm-eval to run instead.
+        include_path: folder with your own task files, for `lm_eval`.
+        limit: maximum number of examples per task, for `lm_eval`.
+        checkpoint: `newest`, `best` or a step of a run. Default: newest.
         team: the processes that share the model (`tools/inference/team.py`), all of which must call; None: this one.
 
     Returns:
@@ -91,9 +99,10 @@ def evaluate(
     Raises:
         ConfigError, DataError or CheckpointError: an argument or file cannot be used; the message names it.
     """
-    if sum(option is not None for option in (data, tasks, lm_eval or None)) > 1:
+    names = lm_eval.split(",") if isinstance(lm_eval, str) else lm_eval
+    if sum(option is not None for option in (data, tasks, names or None)) > 1:
         raise ConfigError("--data, --tasks and --lm-eval are separate evaluations; give only one.")
-    if not lm_eval and (include_path is not None or limit is not None):
+    if not names and (include_path is not None or limit is not None):
         raise ConfigError("--include-path and --limit require --lm-eval TASK; add it or remove them.")
     check_texts(data, tasks)
     path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
@@ -101,11 +110,11 @@ def evaluate(
         from echelon.tools.inference.tasks import evaluate_task
 
         return evaluate_task(path, Path(tasks), which, team)
-    if lm_eval:
+    if names:
         from echelon.tools.inference.tasks import evaluate_with_harness
 
         include = None if include_path is None else Path(include_path)
-        return evaluate_with_harness(path, lm_eval, include, limit, which, team)
+        return evaluate_with_harness(path, names, include, limit, which, team)
     from echelon.tools.inference.evaluate import evaluate_model
 
     return evaluate_model(path, None if data is None else Path(data), which, team)
@@ -115,33 +124,41 @@ def generate(
     target: "Target",
     prompts: Prompts,
     *,
-    max_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    num_samples: int = 1,
+    max_tokens: Annotated[int, AtLeastOne] = 128,
+    temperature: Annotated[float, Option(min=0.0)] = 0.8,
+    top_k: Annotated[int, Option(min=0)] = 50,
+    top_p: Annotated[float, Share] = 1.0,
+    min_p: Annotated[float, Share] = 0.0,
+    repetition_penalty: Annotated[float, Option(min=0.01)] = 1.0,
+    num_samples: Annotated[int, AtLeastOne] = 1,
     stop: str | Sequence[str] = (),
     seed: int = 0,
     chat: bool = False,
     system: str | None = None,
-    checkpoint: str | int | None = None,
-    batch_size: int = 8,
+    checkpoint: Checkpoint = None,
+    batch_size: Annotated[int, AtLeastOne] = 8,
 ) -> Prompts:
     """Generate continuations of prompts, in this process. The returned texts include the prompts.
+
+    `stop` may also be a list of texts.
 
     Args:
         target: a run or its folder, or an HF model folder.
         prompts: one text, or a list of texts.
+        max_tokens: tokens to sample.
         temperature: 0 always takes the most likely token.
-        top_k: sample from this many most likely tokens; 0: from all. `top_p`: from the most likely tokens with this
-            total probability. `min_p`: exclude tokens below this fraction of the highest probability.
-        num_samples: samples per prompt; needs a list of prompts.
-        stop: one or several texts that end a sample; they are not part of it.
-        chat: prompts are user messages, and only the answers are returned; `system`: the system message. None: the one
-            the run was trained with.
-        checkpoint: `newest`, `best` or a step of a run; None: the newest.
+        top_k: sample from the k most likely tokens; 0: from all.
+        top_p: sample from the most likely tokens with this total probability.
+        min_p: exclude tokens below this fraction of the highest probability.
+        repetition_penalty: above 1: tokens seen before become less likely.
+        num_samples: samples per prompt.
+        stop: text that ends a sample, and is no part of it; may be repeated.
+        seed: seed of the sampling.
+        chat: prompts are messages to an assistant, and only its answers are returned. The command holds a conversation
+            if there is no prompt.
+        system: system message for `chat`. Default: that of the training.
+        checkpoint: `newest`, `best` or a step of a run. Default: newest.
+        batch_size: samples generated at a time.
 
     Returns:
         A text for one prompt; for a list, `num_samples` texts for the first prompt, then for the next, and so on.
@@ -201,25 +218,26 @@ def export(
     out: str | Path | None = None,
     *,
     dtype: str | None = None,
-    checkpoint: str | int | None = None,
+    checkpoint: Checkpoint = None,
     merge: bool = False,
     nproc: int | None = None,
-    push: str | None = None,
+    push: Annotated[str | None, Option(metavar="ID")] = None,
     private: bool = False,
-    revision: str | None = None,
+    revision: Annotated[str | None, Option(metavar="BRANCH")] = None,
 ) -> Path | None:
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer; for a run with an adapter, the adapter.
 
     Args:
         out: the folder to write; it must be new or empty. With `push` it may be None: `push` in the run folder, which
             is removed after the upload; what a failed upload has left there is replaced.
-        dtype: the dtype of a whole model: `fp32` (the default), `bf16` or `fp16`.
-        checkpoint: `newest`, `best` or a step; None: the newest.
-        merge: for a run with an adapter, write the merged model, and compare it with the model with adapter.
+        dtype: dtype of a full model: fp32 (the default), bf16 or fp16.
+        checkpoint: `newest`, `best` or a step of a run. Default: newest.
+        merge: merge the adapter and write the full model, compared with the model with adapter.
         nproc: processes that compare the two, each with a shard of the models; None: one, or one per GPU if the model
             does not fit on one.
-        push: the model repository of the hub to upload the folder to, NAME or OWNER/NAME, which is created if needed;
-            `private`: as a private one; `revision`: the branch to upload to.
+        push: upload the folder to this model repository of the hub, NAME or OWNER/NAME; it is created if needed.
+        private: with `push`: create a private repository.
+        revision: with `push`: the branch to upload to.
 
     Returns:
         The folder; None if it was removed after the upload.

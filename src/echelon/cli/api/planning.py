@@ -3,21 +3,28 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
 
+from typer import Option
 from typing_extensions import override
 
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.cores import num_cores
-from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.errors import ConfigError, LaunchError, PlanError
+from echelon.ground.launch_environment import worker_environment
 from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster, parse_devices
+from echelon.planner.hardware.calibrate import measure_machine
+from echelon.planner.hardware.calibration_store import Calibration, store_calibration
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, find_calibrated_cpu, use_calibration
 from echelon.planner.hardware.instances import find_instance
 from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.memory_parts import StoredBytes
@@ -25,11 +32,13 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
-from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
+from echelon.planner.reliability import RESTART_SECONDS, Goodput, Reliability, estimate_goodput
 from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.run.lifecycle.plan_build import build_stages
 from echelon.run.lifecycle.setup import describe_steps
+
+Long = Option(min=0, max=1e9)
 
 
 @dataclass(frozen=True)
@@ -58,11 +67,11 @@ class PlanReport:
 
 def plan(
     recipe: RecipeLike,
-    devices: str | None = None,
+    devices: Annotated[str | None, Option("--devices", metavar="64xH100")] = None,
     *,
     devices_per_node: int = 8,
-    instance: str | None = None,
-    count: int | None = None,
+    instance: Annotated[str | None, Option(metavar="ml.TYPE|auto")] = None,
+    count: Annotated[int | None, Option(min=1)] = None,
     build: bool = False,
     reliability: Reliability | None = None,
     engines: bool = False,
@@ -72,13 +81,13 @@ def plan(
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping.
-        devices: number and kind of the devices, for example `64xH100`; None: those of this machine.
-        devices_per_node: devices per machine, with `devices`.
-        instance: a SageMaker instance type instead, for example `ml.p5.48xlarge`; `auto` selects the cheapest.
-        count: the number of instances; None: 1, or with `auto` as few as possible.
-        build: divide the real model as planned, without devices, in a process for each stage that is built.
+        devices: plan for these devices. Default: this machine.
+        devices_per_node: number of devices per machine.
+        instance: plan for SageMaker machines; auto: the cheapest type.
+        count: number of machines, with `instance` (default 1; with auto: as few as possible) or `--quote` (1, 2, 4, 8).
+        build: divide the real model as planned, without devices, and count what ranks store.
         reliability: failures and stragglers, for the expected goodput.
-        engines: also what each engine would make of the recipe.
+        engines: also show what each engine would make of the recipe.
         on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
 
     Raises:
@@ -139,6 +148,32 @@ def _forecast(
     for line in (*forecast.describe(), *([] if payoff is None else [payoff])):
         note(line)
     return forecast
+
+
+def read_reliability(
+    *,
+    mtbf_hours: Annotated[float | None, Long] = None,
+    restart_seconds: Annotated[float | None, Long] = None,
+    replace_hours: Annotated[float | None, Long] = None,
+    step_spread: Annotated[float | None, Option(min=0, max=1000)] = None,
+) -> Reliability | None:
+    """What options say about failures and stragglers; None if they say nothing. Raises ConfigError.
+
+    Args:
+        mtbf_hours: mean hours between failures of a machine: show the goodput.
+        restart_seconds: from a failure to the next step. Default: 300.
+        replace_hours: until a failed machine is replaced: show the goodput with spare machines.
+        step_spread: standard deviation of a machine's step time over its mean: show the goodput.
+    """
+    for option, value in (("--restart-seconds", restart_seconds), ("--replace-hours", replace_hours)):
+        if value is not None and mtbf_hours is None:
+            raise ConfigError(f"{option} {value:g} needs --mtbf-hours; add it, or remove the option.")
+    if mtbf_hours is None and step_spread is None:
+        return None
+    if mtbf_hours is not None and mtbf_hours <= 0:
+        raise ConfigError(f"--mtbf-hours {mtbf_hours:g}: give the mean hours between failures of a machine, above 0.")
+    restart = RESTART_SECONDS if restart_seconds is None else restart_seconds
+    return Reliability(mtbf_hours, restart, step_spread or 0.0, replace_hours or 0.0)
 
 
 def _check_target(devices: str | None, instance: str | None, count: int | None) -> None:
@@ -225,3 +260,25 @@ def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBy
             yield f"  stage {stage + 1} of {len(planned)}"
         for part, size in asdict(found).items():
             yield f"  {part:<12} {render_bytes(size):>10} ({render_bytes(getattr(planned[stage], part))})"
+
+
+def calibrate() -> tuple[Calibration, Path]:
+    """Measure matrix products, attention, layers, copies and all-reduces between the devices of this machine.
+
+    It takes less than a minute on a machine without other work. Later plans for devices like these use the result.
+
+    Returns:
+        What was measured, and the file in which it is kept.
+
+    Raises:
+        LaunchError: the processes that measure failed, or the file cannot be written.
+    """
+    rows, device, count = measure_machine(worker_environment)
+    found = fit_calibration(rows, device, count, "float32" if device == "cpu" else "bfloat16")
+    try:
+        return found, store_calibration(find_cache_dir(), found)
+    except OSError as error:
+        raise LaunchError(
+            f"the calibration cannot be kept in {find_cache_dir()} ({error}); set ECHELON_CACHE to a folder that can "
+            "be written."
+        ) from error

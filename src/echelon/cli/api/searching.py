@@ -4,8 +4,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Option
 from typing_extensions import override
 
 from echelon.cli.api.plan_pictures import draw_search
@@ -141,7 +142,7 @@ def plan_untimed(recipe: Recipe, asked: Mapping[str, Any], error: PlanError) -> 
     found = plan(recipe, **asked)
     if found.forecast is not None:
         raise error
-    instance = asked["instance"]
+    instance = asked.get("instance")
     machines = "" if instance is None else f"{found.cluster.num_nodes} x {instance}"
     sized = SizedPlan(plan=found.plan, cluster=found.cluster, memory=found.memory, machines=machines)
     return UntimedReport(replace(sized, parallel=recipe.parallel), str(error))
@@ -154,12 +155,12 @@ def search(
     devices_per_node: int = 8,
     instance: str | None = None,
     count: int | None = None,
-    by: Goal = "time",
-    budget_usd: float | None = None,
-    deadline_hours: float | None = None,
+    by: Goal | None = None,
+    budget_usd: Annotated[float | None, Option(min=0)] = None,
+    deadline_hours: Annotated[float | None, Option(min=0)] = None,
     reliability: Reliability | None = None,
 ) -> SearchReport:
-    """Search the plans that a recipe allows, and rank them. Downloads no weights.
+    """Search the plans that a recipe allows, and rank them, without `by` by time. Downloads no weights.
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping. What it sets is kept by every candidate.
@@ -167,9 +168,9 @@ def search(
         devices_per_node: devices per machine, with `devices`.
         instance: a SageMaker instance type instead; `auto`: all types with a GPU and a known price.
         count: the number of instances; None: 1, or with `auto` 1, 2, 4 and 8.
-        by: what is ranked: seconds of a step, dollars for the same tokens, or bytes of a device.
-        budget_usd: plans whose run costs more are left out, if any other is left.
-        deadline_hours: likewise, of runs that take longer.
+        by: search all plans that the recipe allows, and rank them by this.
+        budget_usd: search plans whose run costs at most this.
+        deadline_hours: search plans whose run takes at most this.
         reliability: failures and stragglers: plans are ranked, and compared with a budget and a deadline, by the time
             that they take with these. The table has their tokens per second, hours and dollars without them.
 
@@ -177,6 +178,7 @@ def search(
         ConfigError, PlanError or DataError: no plan is possible, or the speed or the price of the devices is unknown.
     """
     recipe = load_recipe(recipe)
+    by = by or "time"
     shape = check_model(recipe, elsewhere=devices is not None or instance is not None).shape
     if instance == "auto" and devices is None:
         found = search_instances(recipe, shape, by, count, reliability)

@@ -7,21 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from echelon.run.folder.environment import describe_source
-
-        show(f"echelon {describe_source()}")
-        raise typer.Exit
 
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
@@ -41,14 +32,8 @@ ShardsOption = Annotated[
     ),
 ]
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
-CheckpointOption = Annotated[
-    str | None,
-    typer.Option("--checkpoint", metavar="newest|best|STEP", help="newest, best or a step of a run. Default: newest."),
-]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines; errors too.")]
-VersionOption = Annotated[
-    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-]
 
 
 def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":

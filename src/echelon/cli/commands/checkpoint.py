@@ -1,22 +1,18 @@
 """`echelon checkpoint`: list, verify and prune the checkpoints of a run."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from echelon.cli.commands.common_options import with_common_options
+from echelon.cli.commands.arguments import RunArgument
+from echelon.cli.commands.options import make_command
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import require_folder
 
-app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+HELP = "List, verify and remove the checkpoints of a run."
 
 
-@app.command("list")
-@with_common_options
 def list_run_checkpoints(run: RunArgument) -> None:
     """List the checkpoints of a run. Oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
@@ -32,8 +28,6 @@ def list_run_checkpoints(run: RunArgument) -> None:
         show(line)
 
 
-@app.command()
-@with_common_options
 def verify(run: RunArgument) -> None:
     """Compare every checkpoint with its checksums. Also those in `checkpoint.remote`; exit code 1 if any is damaged."""
     require_folder(run)
@@ -59,15 +53,12 @@ def verify(run: RunArgument) -> None:
         raise CheckpointError(f"{run}: damaged checkpoints: {num_damaged}; training resumes from the newest whole one.")
 
 
-@app.command()
-@with_common_options
-def prune(
-    run: RunArgument,
-    keep: Annotated[
-        int, typer.Option("--keep", metavar="N", min=1, help="Number of newest complete checkpoints to keep.")
-    ],
-) -> None:
-    """Remove all but the newest N checkpoints and the best. Damaged ones and partial files are removed too."""
+def prune(run: RunArgument, *, keep: Annotated[int, typer.Option(metavar="N", min=1)]) -> None:
+    """Remove all but the newest N checkpoints and the best. Damaged ones and partial files are removed too.
+
+    Args:
+        keep: number of newest complete checkpoints to keep.
+    """
     require_folder(run)
     from echelon.learn.checkpoint.folder import clear_out, require_run
     from echelon.run.folder.run_folder import RunFolder
@@ -80,3 +71,8 @@ def prune(
             show(line)
     finally:
         folder.unlock()
+
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+for name, command in (("list", list_run_checkpoints), ("verify", verify), ("prune", prune)):
+    app.command(name)(make_command(command))

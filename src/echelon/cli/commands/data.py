@@ -21,27 +21,16 @@ logger = logging.getLogger(__name__)
 
 _BAR = 40
 _TOP_K = 64
-TeacherOption = Annotated[
-    str | None,
-    typer.Option("--teacher", metavar="MODEL", help="Also prepare the predictions of this teacher, for distillation."),
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k", metavar="K", help=f"Tokens of the teacher for each target. Default: the recipe's, or {_TOP_K}."
-    ),
-]
 
 
 def data(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
-    samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
-    prepare: Annotated[
-        bool, typer.Option("--prepare", help="Only read, tokenize and pack the data into shards, ahead of training.")
-    ] = False,
-    teacher: TeacherOption = None,
-    top_k: TopKOption = None,
+    *,
+    samples: Annotated[int, typer.Option(min=0, metavar="N")] = 3,
+    prepare: bool = False,
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
     nproc: NprocOption = "auto",
 ) -> None:
     """Show counts and lengths of the data, and first documents. Target tokens are marked.
@@ -49,6 +38,12 @@ def data(
     With --prepare and a teacher (--teacher, or objective.top_k in the recipe), also write the likeliest tokens that it
     predicts for every target, and their log-probabilities. --nproc processes of this machine divide this work; so do
     machines that share the folder, if each runs the command.
+
+    Args:
+        samples: documents to show as text.
+        prepare: only read, tokenize and pack the data into shards, ahead of training.
+        teacher: also prepare the predictions of this teacher, for distillation.
+        top_k: tokens of the teacher for each target. Default: the recipe's, or 64.
     """
     if prepare or teacher is not None or top_k is not None:
         return _prepare(recipe_path, overrides or [], teacher, top_k, parse_nproc(nproc))

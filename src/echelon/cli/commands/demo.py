@@ -25,19 +25,20 @@ _SAMPLE_TOKENS, _TEMPERATURE, _TOP_P = 160, 0.6, 0.9
 
 def demo(
     overrides: OverridesArgument = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="The folder of the run. Default: runs/demo.")
-    ] = None,
-    nproc: Annotated[
-        str | None,
-        typer.Option("--nproc", metavar="N|auto", help="Processes. Default: two; one if there is a single GPU."),
-    ] = None,
+    *,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None,
+    nproc: Annotated[str | None, typer.Option(metavar="N|auto")] = None,
     fresh: FreshOption = False,
 ) -> None:
     """Train a small model on text that is here already.
 
     The text is the source of Python's standard library. Then evaluates the model, samples from it and writes a report,
-    in two to four minutes on two CPU cores."""
+    in two to four minutes on two CPU cores.
+
+    Args:
+        out: the folder of the run. Default: runs/demo.
+        nproc: processes. Default: two; one if there is a single GPU.
+    """
     from echelon.ground.launch_environment import launch_role
 
     if (role := launch_role()) != "local":

@@ -25,19 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 def doctor(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE] [KEY=VALUE]...",
-            help="A recipe whose launch section has the connection settings; overrides.",
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B", help="Check these machines and the network between them.")
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
+    *,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, or several and their network. Exit code 1 if a problem is found."""
+    """Check this machine, or several and their network. Exit code 1 if a problem is found.
+
+    Args:
+        words: a recipe whose launch section has the connection settings; overrides.
+        hosts: check these machines and the network between them.
+    """
     from echelon.tools.doctor.machine import examine_machine
 
     launch = _read_launch(words or [], hosts)

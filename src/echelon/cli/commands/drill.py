@@ -32,20 +32,21 @@ _COLUMNS = f"{'fault':<22} {'noticed after':>13} {'recovered after':>15} {'steps
 def drill(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
+    *,
     nproc: NprocOption = "auto",
-    hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", metavar="A,B", help="Run it on these machines, over ssh, and lose machines too."),
-    ] = None,
-    links: Annotated[
-        bool, typer.Option("--links", help="With --hosts: also cut and slow down a link, by tc, as root.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="FAULT", help="Inject this fault only; may be repeated.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each fault.")] = False,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B")] = None,
+    links: bool = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="FAULT")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Inject faults into a small version of a recipe. Reports the recovery from each; exit code 1 if one failed."""
+    """Inject faults into a small version of a recipe. Reports the recovery from each; exit code 1 if one failed.
+
+    Args:
+        hosts: run it on these machines, over ssh, and lose machines too.
+        links: with `hosts`: also cut and slow down a link, by tc, as root.
+        only: inject this fault only; may be repeated.
+        as_json: print a JSON object for each fault.
+    """
     from echelon.tools.drill.exercise import run_drill
 
     recipe = read_recipe(recipe_path, [*(overrides or []), *([] if hosts is None else [parse_hosts(hosts)])])
@@ -53,18 +54,9 @@ def drill(
     num_processes = crew.num_training if crew is not None else parse_nproc(nproc) or _choose_num_processes()
     failed: list[str] = []
     with _stops_noted() as asked:
-        for number, finding in enumerate(
-            run_drill(
-                recipe,
-                recipe_path,
-                overrides or [],
-                num_processes,
-                lambda: next(iter(asked), None),
-                crew,
-                links,
-                only or (),
-            )
-        ):
+        stop = lambda: next(iter(asked), None)  # noqa: E731
+        found = run_drill(recipe, recipe_path, overrides or [], num_processes, stop, crew, links, only or ())
+        for number, finding in enumerate(found):
             if as_json:
                 show(json.dumps(asdict(finding)))
             else:

@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from echelon.cli.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
+from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc
+from echelon.cli.commands.options import OptionsOf
 from echelon.cli.commands.sharded import run_with_model
 from echelon.cli.commands.terminal import log_to_stderr, show
-from echelon.run.report.judgement import describe_context
 
 if TYPE_CHECKING:
     from echelon.tools.inference.team import Team
@@ -18,26 +15,10 @@ if TYPE_CHECKING:
 
 def evaluate(
     target: TargetArgument,
-    data_path: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="PATH", help="Text to evaluate on instead of the run's held-out text."),
-    ] = None,
-    task: Annotated[
-        Path | None, typer.Option("--tasks", metavar="FILE.jsonl", help="Multiple-choice questions to score instead.")
-    ] = None,
-    harness: Annotated[
-        str | None, typer.Option("--lm-eval", metavar="TASK[,TASK]", help="Tasks of lm-eval to run instead.")
-    ] = None,
-    include_path: Annotated[
-        Path | None,
-        typer.Option("--include-path", metavar="FOLDER", help="Folder with your own task files, for --lm-eval."),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Maximum number of examples per task, for --lm-eval.")
-    ] = None,
-    checkpoint: CheckpointOption = None,
+    *,
     nproc: ShardsOption = "auto",
     as_json: JsonOption = False,
+    **options: Annotated[Any, OptionsOf(["models:evaluate"], without=["team"])],
 ) -> None:
     """Evaluate a run or a model on held-out text or on tasks. Shows loss and perplexity, or accuracy."""
     from echelon.cli.api.models import check_target, check_texts, find_target
@@ -45,22 +26,12 @@ def evaluate(
 
     log_to_stderr()
     num_processes = parse_nproc(nproc)
-    check_target(target, checkpoint)
-    check_texts(data_path, task)
-    find_target(target, checkpoint)
-    names = () if harness is None else harness.split(",")
+    check_target(target, options.get("checkpoint"))
+    check_texts(options.get("data"), options.get("tasks"))
+    find_target(target, options.get("checkpoint"))
 
     def work(team: "Team | None") -> None:
-        result = evaluate_target(
-            target,
-            data_path,
-            tasks=task,
-            lm_eval=names,
-            include_path=include_path,
-            limit=limit,
-            checkpoint=checkpoint,
-            team=team,
-        )
+        result = evaluate_target(target, team=team, **options)
         for line in [json.dumps(result, default=str)] if as_json else render_lines(result):
             show(line)
 
@@ -69,6 +40,8 @@ def evaluate(
 
 def render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
     """A line for each value; nested mappings are indented. A single set is left out, as it equals the total."""
+    from echelon.run.report.judgement import describe_context
+
     for key, value in values.items():
         if isinstance(value, dict):
             if key != "sets" or len(value) > 1:

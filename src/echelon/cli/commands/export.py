@@ -1,34 +1,26 @@
 """`echelon export`: a checkpoint as an HF folder."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from echelon.cli.commands.arguments import CheckpointOption, ShardsOption, parse_nproc
+from echelon.cli.commands.arguments import RunArgument, ShardsOption, parse_nproc
+from echelon.cli.commands.options import OptionsOf
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    out: Annotated[
-        Path | None,
-        typer.Argument(metavar="[OUT]", help="The HF folder to write. With --push it may be left out."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Dtype of a full model: fp32 (the default), bf16 or fp16.")
-    ] = None,
-    checkpoint: CheckpointOption = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter and write the full model.")] = False,
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]")] = None,
+    *,
     nproc: ShardsOption = "auto",
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="ID", help="Upload the folder to this model repository of the hub.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push: create a private repository.")] = False,
-    revision: Annotated[
-        str | None, typer.Option("--revision", metavar="BRANCH", help="With --push: the branch to upload to.")
-    ] = None,
+    **options: Annotated[Any, OptionsOf(["models:export"])],
 ) -> None:
-    """Write a checkpoint as an HF folder. Contains model, config and tokenizer; or the adapter, if it has one."""
+    """Write a checkpoint as an HF folder. Contains model, config and tokenizer; or the adapter, if it has one.
+
+    Args:
+        out: the HF folder to write. With `--push` it may be left out.
+    """
     from echelon.cli.api.models import export as export_folder
     from echelon.ground.launch_environment import find_host_dir
 
@@ -39,15 +31,5 @@ def export(
 
         folder = out
         assert folder is not None
-        run_as_rank(lambda team: compare_merged(run, folder, checkpoint, team))
-    export_folder(
-        run,
-        out,
-        dtype=dtype,
-        checkpoint=checkpoint,
-        merge=merge,
-        nproc=num_processes,
-        push=push,
-        private=private,
-        revision=revision,
-    )
+        run_as_rank(lambda team: compare_merged(run, folder, options["checkpoint"], team))
+    export_folder(run, out, nproc=num_processes, **options)

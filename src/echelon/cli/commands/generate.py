@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
+from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc
 from echelon.cli.commands.interactive import converse
+from echelon.cli.commands.options import OptionsOf
 from echelon.cli.commands.sharded import run_with_model
 from echelon.cli.commands.terminal import log_to_stderr, show, show_made, show_piece
 from echelon.ground.errors import ConfigError
@@ -28,82 +29,52 @@ _HEADER_WIDTH = 60
 
 def generate(
     target: TargetArgument,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt to continue.")] = None,
-    prompts_path: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="File of prompts: .txt with one per line, or .jsonl."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to sample.")] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 always takes the most likely token.")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option("--top-k", min=0, help="Sample from the k most likely tokens; 0: from all.")
-    ] = 50,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability."
-        ),
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            "--min-p", min=0.0, max=1.0, help="Exclude tokens below this fraction of the highest probability."
-        ),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: tokens seen before become less likely.")
-    ] = 1.0,
-    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples per prompt.")] = 1,
-    as_chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages to an assistant. Without a prompt: a conversation.")
-    ] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message for --chat. Default: that of the training.")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a sample; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
-    checkpoint: CheckpointOption = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples generated at a time.")] = 8,
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Print each token immediately. Default: only on a terminal."),
-    ] = None,
+    *,
+    prompt: str | None = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    stream: Annotated[bool | None, typer.Option("--stream/--no-stream")] = None,
     nproc: ShardsOption = "auto",
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, one sample per line.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     as_json: JsonOption = False,
+    **options: Annotated[Any, OptionsOf(["models:generate"])],
 ) -> None:
-    """Sample from a run or an HF folder. With --chat and no prompt: talk to it."""
+    """Sample from a run or an HF folder. With --chat and no prompt: talk to it.
+
+    Args:
+        prompt: the prompt to continue.
+        prompts: file of prompts: .txt with one per line, or .jsonl.
+        stream: print each token immediately. Default: only on a terminal.
+        out: write JSON, one sample per line.
+    """
+    as_chat, system, checkpoint = (options.pop(name, None) for name in ("chat", "system", "checkpoint"))
     if system is not None and not as_chat:
         raise ConfigError(f"--system {system!r} requires --chat; add --chat, or remove --system.")
     from echelon.cli.api.models import find_target
 
     log_to_stderr()
     num_processes = parse_nproc(nproc)
-    records = _read_records(prompt, prompts_path, as_chat)
+    records = _read_records(prompt, prompts, bool(as_chat))
     find_target(target, checkpoint)
     from echelon.learn.answers.sampling import Sampling
     from echelon.tools.inference.chat import Chat
     from echelon.tools.inference.generate import generate_samples
 
-    sampling = Sampling(
-        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
-    )
+    batch_size = options.pop("batch_size", 8)
+    sampling = Sampling(**options | {"stop": tuple(options.get("stop", ()))})
     if not records:  # a conversation
-        _check_conversation(out, num_samples, num_processes)
+        _check_conversation(out, sampling.num_samples, num_processes)
         return converse(target, sampling, system, checkpoint, as_json)
-    prompts, write = [record["prompt"] for record in records], None
+    texts, write = [record["prompt"] for record in records], None
     if as_json or out is not None:
-        finish = partial(_write_samples, records=records, num_samples=num_samples, out=out)
+        finish = partial(_write_samples, records=records, num_samples=sampling.num_samples, out=out)
     else:
         streams = sys.stdout.isatty() if stream is None else stream
         write = show_piece if streams else None
-        finish = partial(_show_samples, headers=_headers(prompts, num_samples), streams=streams)
+        finish = partial(_show_samples, headers=_headers(texts, sampling.num_samples), streams=streams)
     chat = Chat(system) if as_chat else None
 
     def work(team: "Team | None") -> None:
-        finish(generate_samples(target, prompts, sampling, checkpoint, batch_size, write, chat, team))
+        finish(generate_samples(target, texts, sampling, checkpoint, batch_size, write, chat, team))
 
     return run_with_model(target, num_processes, work)
 

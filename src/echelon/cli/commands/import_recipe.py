@@ -12,52 +12,29 @@ from echelon.ground.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def import_file(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A file of Axolotl, HF (TRL, PEFT), LLaMA-Factory or ms-swift; or a folder of DeepSpeed.",
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout. For a checkpoint: a new folder."),
-    ] = None,
-    tool: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="TOOL",
-            help="The tool, such as hf or axolotl; an unknown one lists them all. Default: detected.",
-        ),
-    ] = None,
-    trainer: Annotated[
-        str | None,
-        typer.Option(
-            "--trainer",
-            metavar="NAME",
-            help="For HF files: the trainer that the file is for, such as sft or dpo; an unknown one lists them all.",
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            "--devices", min=1, metavar="N", help="Number of GPUs the file was used with; sets the global batch."
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples", min=1, metavar="N", help="Number of training sequences; converts fractions to steps."
-        ),
-    ] = None,
+def import_recipe(
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]")] = None,
+    *,
+    tool: Annotated[str | None, typer.Option("--from", metavar="TOOL")] = None,
+    trainer: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
 ) -> None:
     """Convert another tool's configuration into a recipe. Lists all keys that could not be converted.
 
     A checkpoint folder of DeepSpeed becomes a folder of safetensors instead.
+
+    Args:
+        path: a file of Axolotl, HF (TRL, PEFT), LLaMA-Factory or ms-swift; or a folder of DeepSpeed.
+        out: the recipe to write. Default: stdout. For a checkpoint: a new folder.
+        tool: the tool, such as hf or axolotl; an unknown one lists them all. Default: detected.
+        trainer: for HF files: the trainer that the file is for, such as sft or dpo; an unknown one lists them all.
+        devices: number of GPUs the file was used with; sets the global batch.
+        samples: number of training sequences; converts fractions to steps.
     """
-    from echelon.foreign.importers import Amounts, import_recipe
+    from echelon.foreign.importers import Amounts
+    from echelon.foreign.importers import import_recipe as convert
 
     if path.is_dir():
         _import_checkpoint(path, out)
@@ -65,7 +42,7 @@ def import_file(
     if out is not None and out.exists():
         raise ConfigError(f"{out} already exists; give another file, or remove it.")
     log_to_stderr()
-    imported = import_recipe(path, tool, Amounts(devices, samples), trainer)
+    imported = convert(path, tool, Amounts(devices, samples), trainer)
     logger.info(f"import: {path} is read as a file for {imported.tool}")
     for note in imported.notes:
         logger.warning(note)

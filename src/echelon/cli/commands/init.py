@@ -14,20 +14,22 @@ logger = logging.getLogger(__name__)
 
 
 def init(
-    path: Annotated[Path, typer.Argument(metavar="[RECIPE]", help="The file to write.")] = Path("recipe.yaml"),
-    params: Annotated[
-        str | None,
-        typer.Option("--params", metavar="1.3b", help="Number of parameters; determines shape, batch and schedule."),
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="50b", help="Tokens to train on. Default: 20 per parameter.")
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=257, help="Vocabulary size, with --params or --tokens.")
-    ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
+    path: Annotated[Path, typer.Argument(metavar="[RECIPE]")] = Path("recipe.yaml"),
+    *,
+    params: Annotated[str | None, typer.Option(metavar="1.3b")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="50b")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=257)] = None,
+    schema: bool = False,
 ) -> None:
-    """Write a recipe to start from. By default a small one; or one for a number of parameters and tokens."""
+    """Write a recipe to start from. By default a small one; or one for a number of parameters and tokens.
+
+    Args:
+        path: the file to write.
+        params: number of parameters; determines shape, batch and schedule.
+        tokens: tokens to train on. Default: 20 per parameter.
+        vocab_size: vocabulary size, with `params` or `tokens`.
+        schema: print the JSON schema of recipes, for editors.
+    """
     if schema:
         from echelon.recipe.render import recipe_json_schema
 

@@ -26,6 +26,7 @@ NameArgument = Annotated[
 
 def runs(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Default: runs.")] = None,
+    *,
     as_json: JsonOption = False,
 ) -> None:
     """List the runs below folders, each with status, step and loss."""
@@ -44,13 +45,13 @@ def runs(
 
 
 def status(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN_OR_JOB]", help="Default: all jobs launched from here, and all runs in runs/."),
-    ] = None,
-    as_json: JsonOption = False,
+    name: Annotated[str | None, typer.Argument(metavar="[RUN_OR_JOB]")] = None, *, as_json: JsonOption = False
 ) -> None:
-    """Show the status of jobs and runs, and their step."""
+    """Show the status of jobs and runs, and their step.
+
+    Args:
+        name: default: all jobs launched from here, and all runs in runs/.
+    """
     from echelon.run.folder.overview import RUNS, describe_run, summarize_run
 
     records, paths = _find_subjects(name)
@@ -102,11 +103,12 @@ def _ask(record: "JobRecord", raises: bool) -> "JobStatus | None":
         return None
 
 
-def logs(
-    name: NameArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the output until the job ends.")] = False,
-) -> None:
-    """Print the output of a run or a job."""
+def logs(name: NameArgument, *, follow: Annotated[bool, typer.Option("--follow", "-f")] = False) -> None:
+    """Print the output of a run or a job.
+
+    Args:
+        follow: follow the output until the job ends.
+    """
     from echelon.launch.job_logs import Log
     from echelon.launch.records import find_job
     from echelon.launch.targets import find_launcher

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +14,14 @@ import typer
 from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
 from echelon.cli.commands.failure import report_failure
 from echelon.cli.commands.jobs import describe_job, name_job, summarize_job
-from echelon.cli.commands.submission import handed_over_whole, show_files
 from echelon.cli.commands.terminal import show
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.redaction import redact_text
+from echelon.ground.stop_request import handled
 
 if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobStatus, Launcher
+    from echelon.launch.job_checks import CheckedJob
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +31,26 @@ _LOOK_SECONDS = 1.0
 def launch(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="TARGET",
-            help="local, torchrun, slurm, ray, skypilot, kubernetes or sagemaker.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
-    ] = False,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B", help="Machines for --to torchrun; sets launch.nodes too.")
-    ] = None,
-    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N|MIN:MAX|N+S", help="Machines.")] = None,
-    instance: Annotated[
-        str | None, typer.Option("--instance", metavar="ml.TYPE|auto", help="Machines for --to sagemaker.")
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Show the job's output until it ends, and exit with its exit code.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the job, or the files of --dry-run, as one JSON object; errors too.")
-    ] = False,
+    *,
+    to: Annotated[str | None, typer.Option(metavar="TARGET")] = None,
+    dry_run: bool = False,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B")] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX|N+S")] = None,
+    instance: Annotated[str | None, typer.Option(metavar="ml.TYPE|auto")] = None,
+    follow: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
+    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine.
+
+    Args:
+        to: `local`, torchrun, slurm, ray, skypilot, kubernetes or sagemaker.
+        dry_run: print what would be submitted, and submit nothing.
+        hosts: machines for `--to torchrun`; sets launch.nodes too.
+        nodes: machines.
+        instance: machines for `--to sagemaker`.
+        follow: show the job's output until it ends, and exit with its exit code.
+        as_json: print the job, or the files of `--dry-run`, as one JSON object; errors too.
+    """
     if to == "sagemaker-endpoint":
         raise ConfigError(
             "--to sagemaker-endpoint: echelon serves no models any more; export the run with `echelon export`, and "
@@ -70,9 +68,9 @@ def launch(
     for line in checked.lines:
         logger.info(line)
     if dry_run:
-        show_files(checked, as_json)
+        _show_files(checked, as_json)
         return
-    with handed_over_whole(job.name):
+    with _handed_over_whole(job.name):
         record = submit_job(job, checked.launcher, checked.texts)
         if not as_json:
             show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
@@ -126,3 +124,32 @@ def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":
     while (now := launcher.status(record)).state not in FINAL_STATES:
         time.sleep(_LOOK_SECONDS)
     return now
+
+
+def _show_files(checked: "CheckedJob", as_json: bool) -> None:
+    """Show what would be submitted. Raises ConfigError, after it, with the settings that are missing."""
+    from echelon.launch.job_checks import refuse_missing
+
+    if as_json:
+        show(json.dumps({"files": checked.texts}))
+    for name, text in () if as_json else checked.texts.items():
+        show(f"--- {name}" + (", with placeholders for what is missing" if checked.missing else ""))
+        show(text.rstrip("\n"))
+    if checked.missing:
+        raise refuse_missing(checked.missing)
+
+
+@contextmanager
+def _handed_over_whole(name: str) -> Iterator[None]:
+    """Delay a signal until the job is submitted and its record is written; a second signal takes effect immediately."""
+    asked: list[str] = []
+
+    def note(number: int, _: object) -> None:
+        asked.append(signal.Signals(number).name)
+        if len(asked) > 1:
+            raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
+
+    with handled((signal.SIGINT, signal.SIGTERM), note):
+        yield
+    if asked:
+        raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")

@@ -1,50 +1,57 @@
 """`echelon plan`: show how a recipe would run, here or elsewhere, and the memory, time and money it would need."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from echelon.cli.commands import plan_options as options
+import typer
+
 from echelon.cli.commands.arguments import OverridesArgument, read_recipe
+from echelon.cli.commands.options import OptionsOf, select
 from echelon.cli.commands.terminal import show
-from echelon.ground.errors import ConfigError
+from echelon.ground.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
+    from echelon.cli.api.quoting import QuoteReport
     from echelon.recipe.document import Recipe
+
+_SOURCES = OptionsOf(["planning:plan", "searching:search", "planning:read_reliability"], ["reliability", "on_line"])
 
 
 def plan(
-    recipe_path: options.PlannedRecipe = None,
+    recipe_path: Annotated[Path | None, typer.Argument(metavar="RECIPE")] = None,
     overrides: OverridesArgument = None,
-    devices: options.Devices = None,
-    devices_per_node: options.DevicesPerNode = 8,
-    instance: options.Instance = None,
-    count: options.Count = None,
-    build: options.Build = False,
-    by: options.By = None,
-    budget_usd: options.BudgetUsd = None,
-    deadline_hours: options.DeadlineHours = None,
-    as_json: options.AsJson = False,
-    engines: options.Engines = False,
-    accuracy: options.Accuracy = False,
-    calibrate: options.Calibrate = False,
-    prices: options.Prices = None,
-    scaling: options.Scaling = None,
-    plot: options.Plot = None,
-    mtbf_hours: options.MtbfHours = None,
-    restart_seconds: options.RestartSeconds = None,
-    replace_hours: options.ReplaceHours = None,
-    step_spread: options.StepSpread = None,
-    quote: options.Quote = False,
-    accept: options.Accept = None,
-    dry_run: options.DryRun = False,
+    *,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    accuracy: bool = False,
+    calibrate: bool = False,
+    prices: Literal["refresh", "spot"] | None = None,
+    scaling: Annotated[str | None, typer.Option(metavar="8,16,32")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg")] = None,
+    quote: bool = False,
+    accept: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
+    dry_run: bool = False,
+    **options: Annotated[Any, _SOURCES],
 ) -> None:
     """Show how a recipe would run, its memory, time and cost.
 
     Also shows why a recipe is refused. Downloads no weights.
+
+    Args:
+        recipe_path: the recipe, a YAML file.
+        as_json: search, and print the candidates as JSON.
+        accuracy: compare runs with what was predicted: the arguments are run folders.
+        calibrate: measure this machine first, in under a minute; later plans use the result.
+        prices: first ask AWS for today's prices; spot: also of spot machines. Later plans use them.
+        scaling: plan for each of these numbers of devices.
+        plot: draw the search or the scaling into this file.
+        quote: show hours and dollars on every instance type, each with an error bar.
+        accept: launch quote N; the end of its error bar is the budget.
+        dry_run: with `accept`: print what would be submitted, and submit nothing.
     """
     # First: the parser takes the next option for the value if the numbers were forgotten.
-    counts = None if scaling is None else options.parse_counts(scaling)
+    counts = None if scaling is None else parse_counts(scaling)
     asks_first = _ask_first(recipe_path, overrides, calibrate, prices)
     if recipe_path is None:
         if asks_first:
@@ -52,59 +59,76 @@ def plan(
         raise ConfigError("a recipe is missing; write echelon plan RECIPE, or echelon plan --calibrate.")
     if accuracy:
         return _show_accuracy([recipe_path, *map(Path, overrides or [])])
-    from echelon.cli.commands.plan_search import find_plans, read_reliability, show_found, show_json
+    from echelon.cli.api.planning import plan as plan_here
+    from echelon.cli.api.planning import read_reliability
 
     recipe = read_recipe(recipe_path, overrides)
-    asked: dict[str, Any] = {
-        "devices": devices,
-        "devices_per_node": devices_per_node,
-        "instance": instance,
-        "reliability": read_reliability(mtbf_hours, restart_seconds, replace_hours, step_spread),
-    }
-    if any((quote, accept, dry_run)):
-        return _quote(recipe_path, overrides or [], recipe, asked, count, (accept, dry_run), as_json, plot)
-    searches = any(option is not None for option in (by, budget_usd, deadline_hours, plot))
-    if build and any((searches, as_json, counts is not None)):
+    options["reliability"] = read_reliability(**select(options, read_reliability))
+    if dry_run and accept is None:
+        raise ConfigError("--dry-run shows what --accept N would submit; add --accept N, or remove --dry-run.")
+    if accept is not None:
+        from echelon.cli.commands.launch import launch
+
+        chosen = _quote(recipe, options).accepted(accept)
+        return launch(recipe_path, [*(overrides or []), *chosen], dry_run=dry_run, as_json=as_json)
+    found = _quote(recipe, options) if quote else _compare(recipe, counts, plot is not None, as_json, options)
+    if found is None:
+        plan_here(recipe, **select(options, plan_here), on_line=show)
+        return None
+    for line in [json.dumps(found.to_dict(), indent=2)] if as_json else found.describe():
+        show(line)
+    return None if plot is None else _write_picture(plot, found.draw(), as_json)
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse `--scaling 8,16,32`, numbers of devices. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        taken = f" ({text} was taken for its value)" if text.startswith("-") else ""
+        raise ConfigError(
+            f"--scaling {text} is not a list of numbers of devices{taken}; write it like --scaling 8,16,32,64."
+        )
+    return [int(word) for word in words]
+
+
+def _quote(recipe: "Recipe", options: Mapping[str, Any]) -> "QuoteReport":
+    from echelon.cli.api.quoting import quote
+
+    if options.get("devices") is not None or options.get("instance") is not None:
+        raise ConfigError("--quote plans for every instance type; remove --devices and --instance.")
+    return quote(recipe, options.get("count"))
+
+
+def _compare(recipe: "Recipe", counts: list[int] | None, draws: bool, as_json: bool, options: Mapping[str, Any]) -> Any:
+    """The report on the plans that the options ask to compare; None if they ask for one plan."""
+    searches = draws or any(options.get(name) is not None for name in ("by", "budget_usd", "deadline_hours"))
+    if options.get("build") and (searches or as_json or counts is not None):
         raise ConfigError("--build divides one plan; remove it, or the options that search plans.")
     if counts is not None:
         from echelon.cli.api.plan_scaling import plan_scaling
 
-        return show_found(plan_scaling(recipe, counts, **asked), as_json, plot)
-    asked["count"] = count
-    if searches:
-        return show_found(find_plans(recipe, asked, by, budget_usd, deadline_hours), as_json, plot)
-    if as_json:
-        return show_json(recipe, asked)
+        return plan_scaling(recipe, counts, **select(options, plan_scaling))
+    if not searches and not as_json:
+        return None
     from echelon.cli.api.planning import plan as plan_here
+    from echelon.cli.api.searching import plan_untimed, search
 
-    plan_here(recipe, **asked, build=build, engines=engines, on_line=show)
-    return None
+    try:
+        goal = options.get("by") or ("time" if options.get("deadline_hours") is None else "cost")
+        return search(recipe, **select(options, search) | {"by": goal})
+    except PlanError as error:
+        if searches:
+            raise
+        return plan_untimed(recipe, select(options, plan_here), error)
 
 
-def _quote(
-    path: Path,
-    overrides: list[str],
-    recipe: "Recipe",
-    asked: Mapping[str, Any],
-    count: int | None,
-    accept: tuple[int | None, bool],
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    """Show the quotes of a recipe, or launch one. `accept`: its number, and whether to submit nothing."""
-    from echelon.cli.api.quoting import quote
-    from echelon.cli.commands.launch import launch
-    from echelon.cli.commands.plan_search import show_found
-
-    number, dry_run = accept
-    if dry_run and number is None:
-        raise ConfigError("--dry-run shows what --accept N would submit; add --accept N, or remove --dry-run.")
-    if (asked["devices"], asked["instance"]) != (None, None):
-        raise ConfigError("--quote plans for every instance type; remove --devices and --instance.")
-    quotes = quote(recipe, count)
-    if number is None:
-        return show_found(quotes, as_json, plot)
-    return launch(path, [*overrides, *quotes.accepted(number)], dry_run=dry_run, as_json=as_json)
+def _write_picture(path: Path, picture: str, quiet: bool) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}; give the path of a new file.") from error
+    if not quiet:
+        show(f"picture: {path}")
 
 
 def _show_accuracy(runs: Sequence[Path]) -> None:
@@ -117,25 +141,16 @@ def _show_accuracy(runs: Sequence[Path]) -> None:
 def _ask_first(path: Path | None, overrides: list[str] | None, calibrate: bool, prices: str | None) -> bool:
     """Measure this machine, and ask for prices, if the options say so; returns whether they do."""
     if calibrate:
-        _calibrate()
+        from echelon.cli.api.planning import calibrate as measure
+
+        found, file = measure()
+        for line in (*found.describe_rates(), f"kept in {file}"):
+            show(line)
     if prices is not None:
-        _refresh_prices(None if path is None else read_recipe(path, overrides), prices)
+        from echelon.launch.sagemaker.price_list import refresh_prices
+
+        region = None if path is None else read_recipe(path, overrides).launch.sagemaker.region
+        file, priced, on_spot = refresh_prices(region, prices == "spot")
+        spot = f", {on_spot} on spot" if prices == "spot" else ""
+        show(f"prices: {priced} types on demand{spot}, kept in {file}")
     return calibrate or prices is not None
-
-
-def _refresh_prices(recipe: "Recipe | None", which: str) -> None:
-    from echelon.launch.sagemaker.price_list import refresh_prices
-
-    region = None if recipe is None else recipe.launch.sagemaker.region
-    path, priced, on_spot = refresh_prices(region, which == "spot")
-    show(
-        f"prices: {priced} types on demand" + (f", {on_spot} on spot" if which == "spot" else "") + f", kept in {path}"
-    )
-
-
-def _calibrate() -> None:
-    from echelon.cli.api.machine_rates import calibrate
-
-    found, path = calibrate()
-    for line in (*found.describe_rates(), f"kept in {path}"):
-        show(line)

@@ -14,21 +14,24 @@ _MAX_WIDTH = 100
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="A run folder, or its name in runs/.")],
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", metavar="RUN ...", help="Compare with these runs, on a page of its own."),
-    ] = None,
-    as_text: Annotated[bool, typer.Option("--text", help="Print the report instead of writing a page.")] = False,
-    live: Annotated[bool, typer.Option("--live", help="Show losses, speed and events as the run goes on.")] = False,
-    web: Annotated[
-        bool, typer.Option("--web", help="With --live: serve a page that updates itself, to browsers on this machine.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="The port of --web; a free one by default.")
-    ] = 0,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN")],
+    *,
+    compare: Annotated[list[str] | None, typer.Option(metavar="RUN ...")] = None,
+    as_text: Annotated[bool, typer.Option("--text")] = False,
+    live: bool = False,
+    web: bool = False,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
 ) -> None:
-    """Write a page about a run into its folder, or print it."""
+    """Write a page about a run into its folder, or print it.
+
+    Args:
+        runs: a run folder, or its name in runs/.
+        compare: compare with these runs, on a page of its own.
+        as_text: print the report instead of writing a page.
+        live: show losses, speed and events as the run goes on.
+        web: with `live`: serve a page that updates itself, to browsers on this machine.
+        port: the port of `web`; a free one by default.
+    """
     from echelon.ground.stored import write_text
     from echelon.run.folder.overview import require_run
     from echelon.run.report.comparison import build_comparison, name_comparison

@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="The sweep file, a YAML file.")]
-
 
 def sweep(
-    sweep_path: SweepArgument,
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="TARGET", help="Where trials run; sets launch.to of all trials."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the trials and the first job, and run nothing.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the content of results.json instead of a table.")
-    ] = False,
+    sweep_path: Annotated[Path, typer.Argument(metavar="SWEEP")],
+    *,
+    to: Annotated[str | None, typer.Option(metavar="TARGET")] = None,
+    dry_run: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Search over values of recipe keys. The same command resumes a stopped or killed sweep."""
+    """Search over values of recipe keys. The same command resumes a stopped or killed sweep.
+
+    Args:
+        sweep_path: the sweep file, a YAML file.
+        to: where trials run; sets launch.to of all trials.
+        dry_run: show the trials and the first job, and run nothing.
+        as_json: print the content of results.json instead of a table.
+    """
     from echelon.launch.job_checks import check_job
     from echelon.run.supervise.outcome import STOPPED
     from echelon.tools.sweep.conduct import (

@@ -43,38 +43,28 @@ _READ_HERE = "data.prepare_workers=1"
 def train(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
+    *,
     nproc: NprocOption = "auto",
     fresh: FreshOption = False,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            "--nodes", metavar="N|MIN:MAX|N+S", help="Number of machines, MIN:MAX, or N+SPARES; the same on each."
-        ),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(
-            "--rendezvous", metavar="HOST:PORT", help="HOST:PORT of the rendezvous: one of the machines, a free port."
-        ),
-    ] = None,
-    interface: Annotated[
-        str | None, typer.Option("--interface", help="Network interface. Default: the one that reaches HOST.")
-    ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help=f"Record steps for a profiler: short for {_PROFILE}.")
-    ] = False,
-    here: Annotated[
-        bool, typer.Option("--here", help="Run one rank in this terminal, where breakpoint() works; alone by default.")
-    ] = False,
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", min=0, metavar="N", help="With --here: which rank of --nproc. Default: 0."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the run as one JSON object at the end; the lines go to stderr.")
-    ] = False,
+    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX|N+S")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
+    interface: str | None = None,
+    profile: bool = False,
+    here: bool = False,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Train a recipe, or resume its run. Resumes from the newest complete checkpoint."""
+    """Train a recipe, or resume its run. Resumes from the newest complete checkpoint.
+
+    Args:
+        nodes: number of machines, MIN:MAX, or N+SPARES; the same on each.
+        rendezvous: `HOST:PORT` of the rendezvous: one of the machines, a free port.
+        interface: network interface. Default: the one that reaches HOST.
+        profile: record steps for a profiler: short for profile.steps=[20,5].
+        here: run one rank in this terminal, where breakpoint() works; alone by default.
+        rank: with `here`: which rank of `nproc`. Default: 0.
+        as_json: print the run as one JSON object at the end; the lines go to stderr.
+    """
     from echelon.ground.launch_environment import keep_hub_cache_beside, launch_role
 
     overrides = [*(overrides or []), *([_PROFILE] if profile else []), *([_READ_HERE] if here else [])]
