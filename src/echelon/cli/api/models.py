@@ -14,8 +14,8 @@ from echelon.ground.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.cli.api.run import Run
+    from echelon.learn.distributed.runtime import Runtime as Team
     from echelon.tools.inference.dialogue import Dialogue
-    from echelon.tools.inference.team import Team
 
     Target = str | Path | Run
 
@@ -83,7 +83,7 @@ def evaluate(
         lm_eval: names of lm-eval tasks to run instead; `include_path`: a folder with your own task files; `limit`: the
             number of examples per task.
         checkpoint: `newest`, `best` or a step of a run; None: the newest.
-        team: the processes that share the model (`tools/inference/team.py`), all of which must call; None: this one.
+        team: the processes that share the model (`Runtime`), all of which must call; None: this one.
 
     Returns:
         The metrics by name, as printed by `echelon eval --json`.

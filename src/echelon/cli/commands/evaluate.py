@@ -13,7 +13,7 @@ from echelon.cli.commands.terminal import log_to_stderr, show
 from echelon.run.report.judgement import describe_context
 
 if TYPE_CHECKING:
-    from echelon.tools.inference.team import Team
+    from echelon.learn.distributed.runtime import Runtime as Team
 
 
 def evaluate(
