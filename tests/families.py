@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.learn.model.build import apply_score_head, build_on_meta, load_config
 from echelon.learn.model.weights import initialize_weights
+from echelon.learn.opened import OpenedModel, one_process
 
 COMMON = {
     "hidden_size": 64,
@@ -83,6 +85,11 @@ def initialized(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     model.tie_weights()
     initialize_weights(model, skeleton, seed)
     return model
+
+
+def load_run_model(run: Path, device: torch.device) -> PreTrainedModel:
+    """The whole model of a run's newest checkpoint."""
+    return OpenedModel(run, None, one_process(device)).model
 
 
 def random_batch(num: int = 2, length: int = 32, vocab: int = 256, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

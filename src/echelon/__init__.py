@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from echelon.learn.data.own_batches import build_step_batch
     from echelon.learn.learner import Learner
     from echelon.learn.objectives.objective import Objective
+    from echelon.learn.opened import open_model
     from echelon.run.training.loop_run import LoopRun
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Learner", "LoopRun", "Microbatch", "Objective", "Run", "Sampling", "StepBatch", "build_step_batch",
-    "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train",
+    "chat", "evaluate", "export", "generate", "load_recipe", "open_model", "plan", "train",
 ]  # fmt: skip
 
 _PLACES = {
@@ -41,6 +42,7 @@ _PLACES = {
     "export": "cli.api.models",
     "generate": "cli.api.models",
     "load_recipe": "cli.api.recipes",
+    "open_model": "learn.opened",
     "plan": "cli.api.planning",
     "train": "cli.api.training_process",
 }

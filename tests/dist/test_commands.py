@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from echelon.learn.checkpoint.export import load_run_model
 from echelon.planner.memory_parts import MemoryParts
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import CommandLine, assert_no_orphan, read_lines, write_recipe
+from tests.families import load_run_model
 
 pytestmark = pytest.mark.dist
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from echelon.ground.sizes import render_bytes
-from echelon.learn.checkpoint.export import load_run_model
 from echelon.learn.data.tokenizer import train_tokenizer
 from echelon.learn.model.adapters import merged_weight
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import EXACT, await_line, finish, read_lines, start
+from tests.families import load_run_model
 from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from echelon.learn.checkpoint.export import load_run_model
 from tests.dist.command import finish, start, write_recipe
+from tests.families import load_run_model
 from tests.hub_server import HubServer, push_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

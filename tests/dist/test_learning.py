@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from echelon.learn.checkpoint.export import load_run_model
 from tests.dist.command import finish, start
+from tests.families import load_run_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

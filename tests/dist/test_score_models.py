@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from echelon.learn.checkpoint.export import load_run_model
 from tests.dist.command import EXACT, await_line, finish, read_lines, start
 from tests.dist.test_finetuning import base, load_as_the_card_says, write_recipe  # noqa: F401
+from tests.families import load_run_model
 from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist

@@ -127,7 +127,7 @@ def run_capped(num_bytes, *arguments, shard_bytes=64 * 2**20):
 
 def count_idle_bytes():
     """The private memory of a process that has imported all that these commands import."""
-    names = ("cli.api.models", "tools.inference.evaluate", "tools.inference.generate", "tools.inference.merging")
+    names = ("cli.api.models", "tools.inference.evaluate", "tools.inference.generate", "tools.inference.merge")
     code = "; ".join(f"import echelon.{name}" for name in names)
     code += ", peft, torch.distributed.checkpoint; print(open('/proc/self/status').read())"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}

@@ -86,7 +86,7 @@ def test_one_tracking_run_across_a_resume_with_a_registered_model(echelon, tmp_p
 
 def check_model(client, run_id):
     """Check that each end of the run has a model version, and that the newest one equals the last checkpoint."""
-    from echelon.learn.checkpoint.export import load_run_model
+    from tests.families import load_run_model
 
     versions = sorted(client.search_model_versions("name = 'tiny'"), key=lambda each: int(each.version))
     assert [version.source for version in versions] == [f"runs:/{run_id}/model/step-{n:08d}" for n in (4, 7)]

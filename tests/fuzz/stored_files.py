@@ -22,6 +22,7 @@ from echelon.learn.data.prepared import open_prepared
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.opened import OpenedModel, one_process
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.shape import build_shape
@@ -30,8 +31,6 @@ from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.model_checks import check_weights, find_model_fields
 from echelon.run.lifecycle.saved_state import load_newest
 from echelon.run.lifecycle.setup import prepare_run
-from echelon.tools.inference.target import load_target
-from echelon.tools.inference.team import Host, Team
 from tests.dist.command import write_recipe
 from tests.fuzz.damage import ODD_FILES, damage_bytes, damage_header, damage_json, foreign_files, put_odd_file
 from tests.log_lines import LogLines
@@ -292,5 +291,5 @@ def describe_model(model: Any) -> Parts:
 
 def describe_target(folder: Path) -> Parts:
     """The parts of a folder that `echelon eval` and `echelon generate` use."""
-    model, tokenizer = load_target(folder, Host(Team(torch.device("cpu"))))
-    return {**describe_model(model), "tokenizer": digest(*describe_tokenizer(tokenizer))}
+    opened = OpenedModel(folder, None, one_process("cpu"), may_score=False)
+    return {**describe_model(opened.model), "tokenizer": digest(*describe_tokenizer(opened.tokenizer))}

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from echelon.ground.errors import EchelonError
 from echelon.ground.stored import write_json
-from echelon.learn.checkpoint.export import export_run, load_run_model
+from echelon.learn.checkpoint.export import export_run
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
@@ -35,6 +35,7 @@ from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
+from tests.families import load_run_model
 from tests.parity.training import MACHINE, losses_of, read_rows, tensors_of, train_rank
 from tests.workers import WorkerFailure, WorkerPool
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echelon.learn.checkpoint.export import export_run, load_run_model
+from echelon.learn.checkpoint.export import export_run
+from tests.families import load_run_model
 from tests.parity.test_parity import check
 from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, tensors_of, train, with_ranks
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from echelon.learn.answers.sampling import Sampling
-from echelon.learn.checkpoint.export import load_run_model
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.prepared import open_prepared
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.tools.inference.generate import generate_samples
+from tests.families import load_run_model
 from tests.parity.training import SEQUENCE_LEN, Row, read_rows, resolve, train_rank, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist

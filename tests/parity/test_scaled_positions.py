@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echelon.learn.checkpoint.export import export_run, load_run_model
+from echelon.learn.checkpoint.export import export_run
+from tests.families import load_run_model
 from tests.parity.training import (
     SEQUENCE_LEN,
     Row,

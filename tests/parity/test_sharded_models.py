@@ -9,16 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.learn.answers.sampling import Sampling
-from echelon.learn.checkpoint.export import export_run, load_run_model
+from echelon.learn.checkpoint.export import export_run
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.adapters import merged_weight
 from echelon.learn.model.sharding import local_part
+from echelon.learn.opened import OpenedModel, open_model
 from echelon.planner.plan import ParallelPlan
 from echelon.tools.inference.evaluate import evaluate_model
 from echelon.tools.inference.generate import generate_samples
 from echelon.tools.inference.merge import compare_merged, merge_run
 from echelon.tools.inference.tasks import evaluate_task
-from echelon.tools.inference.team import Host, Team, build_team
+from tests.families import load_run_model
 from tests.parity.test_evaluation import PROMPTS, train
 from tests.parity.training import Row
 
@@ -34,12 +35,20 @@ TASK = [
 def measure(rank, world_size, target, data, task):
     """Everything that `eval` and `generate` compute, on one of several ranks."""
     torch.manual_seed(rank)  # nothing may depend on the state of a rank
-    team = build_team(Runtime(rank, world_size, rank, world_size, CPU, "gloo"))
-    assert team.size == world_size and team.rank == rank
+    team = Runtime(rank, world_size, rank, world_size, CPU, "gloo")
     result = evaluate_model(target, data, team=team)
     sampling = Sampling(max_tokens=10, num_samples=2, seed=3, stop=("\n",))
     samples = [asdict(each) for each in generate_samples(target, PROMPTS, sampling, batch_size=3, team=team)]
     return result, samples, evaluate_task(target, task, team=team) if find_spec("lm_eval") else None
+
+
+def ask(rank, world_size, target):
+    """What a script computes with an opened model: answers, their loss, and the sum of their log-probabilities."""
+    opened = open_model(target)
+    rollouts = opened.generate([[5, 6, 7], [8]], Sampling(max_tokens=6, num_samples=2, seed=3))
+    result, scores = opened.evaluate([rollouts.batch()]), opened.log_probabilities(rollouts.batch())
+    drawn = sum(float(each.sum()) for each in rollouts.log_probabilities)
+    return rollouts.answers, result.loss, result.num_targets, sum(float(each.sum()) for each in scores), drawn
 
 
 def numbers(result):
@@ -49,8 +58,7 @@ def numbers(result):
 
 def count_held(rank, world_size, run):
     """The numbers that this rank holds of a run's model, and those of the whole model."""
-    host = Host(build_team(Runtime(rank, world_size, rank, world_size, CPU, "gloo")))
-    model = load_run_model(run, CPU, None, host.adopt)
+    model = OpenedModel(run, None, Runtime(rank, world_size, rank, world_size, CPU, "gloo")).model
     return sum(local_part(each).numel() for each in model.parameters()), sum(
         each.numel() for each in model.parameters()
     )
@@ -58,7 +66,7 @@ def count_held(rank, world_size, run):
 
 def compare(rank, world_size, run, out):
     """The comparison of a merge on one of several ranks."""
-    return compare_merged(run, out, None, build_team(Runtime(rank, world_size, rank, world_size, CPU, "gloo")))
+    return compare_merged(run, out, None, Runtime(rank, world_size, rank, world_size, CPU, "gloo"))
 
 
 def trained(workers, row, folder, text):
@@ -89,6 +97,16 @@ def test_several_processes_measure_what_one_does(workers, text, tmp_path, kind):
             assert found[1] == samples and found[2] == accuracy
 
 
+def test_an_opened_model_answers_as_on_one_process(workers, text, tmp_path):
+    run = trained(workers, Row(), tmp_path, text)
+    [(answers, loss, count, scored, drawn)] = workers.run(ask, 1, run)
+    assert len(set(answers)) > 1 and count == sum(map(len, answers))
+    assert (scored, -loss * count) == pytest.approx((drawn, drawn), abs=1e-3)
+    for found in workers.run(ask, 2, run):
+        assert found[0] == answers and found[2] == 2 * count
+        assert (found[1], found[3]) == pytest.approx((loss, scored), rel=1e-6)
+
+
 def test_each_process_holds_its_share(workers, text, tmp_path):
     run = trained(workers, Row(adapter="qlora"), tmp_path, text)
     for held, whole in workers.run(count_held, 3, run):
@@ -109,8 +127,3 @@ def test_a_merge_is_compared_by_several_processes(workers, text, tmp_path, metho
     for world_size in (2, 3):
         for found in workers.run(compare, world_size, run, tmp_path / "merged"):
             assert numbers(asdict(found)) == pytest.approx(numbers(asdict(alone)), rel=1e-6)
-
-
-def test_one_process_is_a_team():
-    team = Team(CPU)
-    assert (team.rank, team.size) == (0, 1) and torch.equal(team.add_up(torch.ones(2)), torch.ones(2))

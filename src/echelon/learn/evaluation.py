@@ -1,24 +1,31 @@
-"""The mean loss of held-out sequences over all ranks, and what follows from it."""
+"""What a model computes without being trained: the mean loss of held-out sequences, log-probabilities, answers."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.learn.data.loader import LONGEST, Microbatch, Padding, StepBatch, build_rows
+from echelon.learn.data.loader import LONGEST, BatchPlace, Microbatch, Padding, StepBatch, build_rows, choose_padding
 from echelon.learn.data.mismatched import mismatch
 from echelon.learn.data.shards import GOOD, Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Evaluation
 from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective, find_labels
+from echelon.learn.objectives.loss_function import LossFn
+from echelon.learn.objectives.objective import Objective, as_objective, find_labels
+from echelon.planner.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from echelon.learn.answers.rollouts import Rollouts
+    from echelon.learn.answers.sampling import Sampling
 
 TOKENS = "target_tokens"
 """The unit of losses per target token."""
@@ -190,31 +197,12 @@ def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: f
     return EvalResult(loss, int(num_labels), bytes_per_token, objective.unit, int(count), measures, labels)
 
 
-def evaluate(
-    evaluation: Evaluation,
-    objective: Objective,
-    batches: Iterable[StepBatch | Microbatch],
-    meshes: Meshes,
-    device: torch.device,
-) -> EvalResult:
-    """Return the mean loss of batches over all ranks. Collective: each rank gives the same number of microbatches."""
-
-    def add_up(sums: Tensor) -> None:
-        for group in (meshes.loss, meshes.outer):
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-
-    whole = chain.from_iterable(batch.microbatches if isinstance(batch, StepBatch) else (batch,) for batch in batches)
-    return sum_up(evaluation, objective, whole, add_up, device)
-
-
 def sum_up(
     evaluation: Evaluation,
     objective: Objective,
     microbatches: Iterable[Microbatch],
     add_up: Callable[[Tensor], object],
     device: torch.device,
-    bytes_per_token: float | None = None,
 ) -> EvalResult:
     """Return the mean loss of microbatches over all ranks. Collective.
 
@@ -235,19 +223,7 @@ def sum_up(
         sums[:2] += count_labels(objective, here)
         sums[2:] += evaluation.sums(here)
     add_up(sums)
-    return build_result(objective, sums.tolist(), bytes_per_token)
-
-
-def read_held_out(
-    dataset: Dataset, num_sequences: int, micro_batch_size: int, meshes: Meshes, padding: Padding = LONGEST
-) -> Iterator[Microbatch]:
-    """Yield this rank's microbatches of the first sequences of a dataset.
-
-    Every rank gets the same number of them; the last ones are filled with sequences without targets.
-    """
-    for first in range(0, num_sequences, micro_batch_size * meshes.data_size):
-        start = first + meshes.data_rank * micro_batch_size
-        yield read_in_order(dataset, start, micro_batch_size, num_sequences, padding).cut(meshes.sequence_part)
+    return build_result(objective, sums.tolist(), None)
 
 
 def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:
@@ -259,3 +235,106 @@ def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: 
         mismatched = mismatch(samples, dataset.read_samples(np.where(inside, ids - 1, 0) % stop))
     samples.labels[~inside] = IGNORE
     return build_rows(samples, slice(None), ids, ids, padding, mismatched)
+
+
+class ModelPasses(Protocol):
+    """What a model, of which each rank may hold a part, computes without being trained. Its methods are collective."""
+
+    plan: ParallelPlan
+    meshes: Meshes
+    device: torch.device
+
+    @property
+    def objective(self) -> Objective:
+        """What the model is trained for, which evaluates it where no other loss is given."""
+
+    @property
+    def stops(self) -> list[int]:
+        """The token ids that end an answer."""
+
+    @property
+    def place(self) -> BatchPlace:
+        """Which sequences of every batch this rank feeds, and in which form."""
+
+    def passes(self, objective: Objective) -> AbstractContextManager[Evaluation]:
+        """Return a scope of forward passes without gradients or dropout."""
+
+    def find_objective(self, loss: Objective | LossFn | None) -> Objective:
+        """Return a loss as an objective; that of the model for None. Raises ConfigError if it needs what is missing."""
+        return self.objective if loss is None else as_objective(loss)
+
+    def log_probabilities(self, batch: StepBatch, temperature: float = 1.0) -> list[Tensor]:
+        """Return the log-probability of every label of a batch, without dropout and gradient. Collective.
+
+        One tensor for each microbatch: [batch, seq], fp32, 0 where there is no label. Under context parallelism it is
+        for the positions of this rank, [batch, seq / cp]. `temperature`: divides the logits, as in sampling.
+        """
+        microbatches = batch.to(self.device).microbatches
+        with self.passes(self.objective) as evaluation:
+            return [evaluation.log_probabilities(microbatch, temperature) for microbatch in microbatches]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: "Sampling",
+        stops: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
+        max_num_seqs: int | None = None,
+    ) -> "Rollouts":
+        """Answer prompts with the weights as they are now, `sampling.num_samples` times each. Collective.
+
+        It keeps keys and values (a KV cache), except with `pp` and under engines that have none. Weights stay sharded
+        as in a forward pass of the plan, and neither they nor the random state change. The draws depend on the prompt,
+        the number of the sample and `sampling.seed`, not on the number of ranks; give each step another seed. Answers
+        that have ended leave the batch, and others take their place, unless the model keeps more than keys and values.
+
+        Args:
+            prompts: token ids of this rank's prompts, at least one. Ranks with one `meshes.data_rank` give the same.
+            sampling: the same on every rank, without `stop`.
+            stops: token ids that end an answer; None: `self.stops`.
+            numbers: of each prompt the number of its first sample; None: 0. The draws of a conversation that goes on
+                depend on it, where several have the same text.
+            max_num_seqs: answers that this rank samples at the same time, at most, which bounds the memory of the
+                cache; None: as many as the plan says, which is all if the recipe does not train from rewards.
+
+        Raises:
+            ConfigError: on every rank, if what one of them gives cannot be used.
+        """
+        from echelon.learn.answers.rollouts import generate  # a loop that evaluates needs none of it
+
+        ends = self.stops if stops is None else stops
+        planned = None if self.plan.rollout is None else self.plan.rollout.max_num_seqs
+        size = planned if max_num_seqs is None else max_num_seqs
+        with self.passes(self.objective) as evaluation:
+            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place, numbers, size)
+
+    def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
+        """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.
+
+        Every rank must give the same number of microbatches, as `held_out` does.
+        """
+        objective = self.find_objective(loss)
+        with self.passes(objective) as evaluation:
+            whole = chain.from_iterable(
+                batch.microbatches if isinstance(batch, StepBatch) else (batch,) for batch in batches
+            )
+            return sum_up(evaluation, objective, whole, self.add_up, self.device)
+
+    def add_up(self, sums: Tensor) -> None:
+        """Sum a tensor in place over the ranks that read different sequences. Collective."""
+        for group in (self.meshes.loss, self.meshes.outer):
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+
+    def held_out(
+        self, dataset: Dataset, num_sequences: int | None = None, micro_batch_size: int | None = None
+    ) -> Iterator[Microbatch]:
+        """Yield this rank's microbatches of a held-out set (`data.validation`), in order; None: all of it.
+
+        Every rank gets the same number of them; the last ones are filled with sequences without targets.
+        """
+        count = dataset.num_samples if num_sequences is None else min(num_sequences, dataset.num_samples)
+        size, padding = micro_batch_size or self.plan.micro_batch_size, choose_padding(self.plan)
+        for first in range(0, count, size * self.meshes.data_size):
+            start = first + self.meshes.data_rank * size
+            yield read_in_order(dataset, start, size, count, padding).cut(self.meshes.sequence_part)

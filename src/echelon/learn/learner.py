@@ -1,7 +1,7 @@
 """One rank of a model that trains under a plan: what a training script of your own calls."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,27 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.answers.rollouts import Rollouts, generate
-from echelon.learn.answers.sampling import Sampling
 from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.data.feed import Feed, find_batch_place, open_feed
-from echelon.learn.data.loader import BatchPlace, Microbatch, StepBatch, choose_padding
+from echelon.learn.data.loader import BatchPlace, StepBatch
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines import Engine
-from echelon.learn.engines.engine import Targets
-from echelon.learn.evaluation import EvalResult, evaluate, read_held_out
+from echelon.learn.engines.engine import Evaluation, Targets
+from echelon.learn.evaluation import ModelPasses
 from echelon.learn.model.model_folder import find_stops
 from echelon.learn.objectives.loss_function import LossFn
-from echelon.learn.objectives.objective import Objective, StepSums, as_objective, build_objective
+from echelon.learn.objectives.objective import Objective, StepSums, build_objective
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:
-    from echelon.learn.data.shards import Dataset
     from echelon.planner.memory_parts import MemoryParts
     from echelon.planner.model_shape import ModelShape
 
@@ -56,7 +54,7 @@ class CountedSums(StepSums):
 
 
 @dataclass
-class Learner:
+class Learner(ModelPasses):
     """One rank of a model that trains under a plan: weights, optimizer and data, without a run around them.
 
     It writes no file unless `save` is called, and handles no signal. Every rank must call the collective methods in
@@ -109,8 +107,8 @@ class Learner:
         return cls(recipe, plan, spec.config, spec.meshes, spec.device, engine, data, memory)
 
     @cached_property
+    @override
     def objective(self) -> Objective:
-        """The recipe's objective, which trains where no other loss is given."""
         return build_objective(self.recipe.objective)
 
     @cached_property
@@ -124,13 +122,13 @@ class Learner:
         return self.data.tokenizer
 
     @cached_property
+    @override
     def stops(self) -> list[int]:
-        """The token ids that end an answer: those of the recipe's data, else of the model's config."""
         return find_stops(self.config, self.data.manifest.stops)
 
     @cached_property
+    @override
     def place(self) -> BatchPlace:
-        """Which sequences of every batch this rank feeds, and in which form."""
         return find_batch_place(self.recipe, self.plan, self.meshes)
 
     def open_feed(self) -> Feed:
@@ -148,7 +146,7 @@ class Learner:
 
     def count_targets(self, batch: StepBatch, loss: Objective | LossFn | None = None) -> Targets:
         """Count a step's targets over all microbatches, as tensors on the device. Collective."""
-        objective = self._find_objective(loss)
+        objective = self.find_objective(loss)
         own = torch.stack([objective.count(microbatch) for microbatch in batch.microbatches]).sum()
         shared = own.clone()
         self.meshes.sum_over_readers(shared)
@@ -167,7 +165,7 @@ class Learner:
             loss: None for the recipe's objective. Every step may have another one.
             step: the number from which dropout is seeded; None for `batch.step`.
         """
-        objective = self._find_objective(loss)
+        objective = self.find_objective(loss)
         with record_function("echelon data"):
             batch = batch.to(self.device)
         targets = self.count_targets(batch, objective)
@@ -216,63 +214,9 @@ class Learner:
         loss, count = map(float, values.tolist())
         return loss / max(1.0, count)
 
-    def log_probabilities(self, batch: StepBatch, temperature: float = 1.0) -> list[Tensor]:
-        """Return the log-probability of every label of a batch, without dropout and gradient. Collective.
-
-        One tensor for each microbatch: [batch, seq], fp32, 0 where there is no label. Under context parallelism it is
-        for the positions of this rank, [batch, seq / cp]. `temperature`: divides the logits, as in sampling.
-        """
-        microbatches = batch.to(self.device).microbatches
-        with self.engine.evaluation(self.objective) as evaluation:
-            return [evaluation.log_probabilities(microbatch, temperature) for microbatch in microbatches]
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        stops: Sequence[int] | None = None,
-        numbers: Sequence[int] | None = None,
-        max_num_seqs: int | None = None,
-    ) -> Rollouts:
-        """Answer prompts with the weights as they are now, `sampling.num_samples` times each. Collective.
-
-        It keeps keys and values (a KV cache), except with `pp` and under engines that have none. Weights stay sharded
-        as in a forward pass of the plan, and neither they nor the random state change. The draws depend on the prompt,
-        the number of the sample and `sampling.seed`, not on the number of ranks; give each step another seed. Answers
-        that have ended leave the batch, and others take their place, unless the model keeps more than keys and values.
-
-        Args:
-            prompts: token ids of this rank's prompts, at least one. Ranks with one `meshes.data_rank` give the same.
-            sampling: the same on every rank, without `stop`.
-            stops: token ids that end an answer; None: `self.stops`.
-            numbers: of each prompt the number of its first sample; None: 0. The draws of a conversation that goes on
-                depend on it, where several have the same text.
-            max_num_seqs: answers that this rank samples at the same time, at most, which bounds the memory of the
-                cache; None: as many as the plan says, which is all if the recipe does not train from rewards.
-
-        Raises:
-            ConfigError: on every rank, if what one of them gives cannot be used.
-        """
-        ends = self.stops if stops is None else stops
-        planned = None if self.plan.rollout is None else self.plan.rollout.max_num_seqs
-        size = planned if max_num_seqs is None else max_num_seqs
-        with self.engine.evaluation(self.objective) as evaluation:
-            return generate(evaluation, self.meshes, self.device, prompts, sampling, ends, self.place, numbers, size)
-
-    def evaluate(self, batches: Iterable[StepBatch | Microbatch], loss: Objective | LossFn | None = None) -> EvalResult:
-        """Return the mean loss of batches over all ranks, without dropout and gradient. Collective.
-
-        Every rank must give the same number of microbatches, as `held_out` does.
-        """
-        objective = self._find_objective(loss)
-        with self.engine.evaluation(objective) as evaluation:
-            return evaluate(evaluation, objective, batches, self.meshes, self.device)
-
-    def held_out(self, dataset: "Dataset", num_sequences: int | None = None) -> Iterator[Microbatch]:
-        """Return this rank's microbatches of a held-out set (`data.validation`), in order; None: all of it."""
-        count = dataset.num_samples if num_sequences is None else min(num_sequences, dataset.num_samples)
-        size, padding = self.plan.micro_batch_size, choose_padding(self.plan)
-        return read_held_out(dataset, count, size, self.meshes, padding)
+    @override
+    def passes(self, objective: Objective) -> AbstractContextManager[Evaluation]:
+        return self.engine.evaluation(objective)
 
     def save(self, folder: Path | str) -> None:
         """Write a checkpoint `step-N` into a folder, in the format of runs; returns when it is complete. Collective.
@@ -296,11 +240,9 @@ class Learner:
         self.engine.load(partial(fill_from, checkpoint, self.meshes.everyone))
         self.num_steps, self._norm = checkpoint.step, None
 
-    def _find_objective(self, loss: Objective | LossFn | None) -> Objective:
-        """Return a loss as an objective; the recipe's for None. Raises ConfigError if it needs more than was built."""
-        if loss is None:
-            return self.objective
-        objective = as_objective(loss)
+    @override
+    def find_objective(self, loss: Objective | LossFn | None) -> Objective:
+        objective = super().find_objective(loss)
         if objective.needs_reference and not self.objective.needs_reference:
             raise ConfigError(
                 f"the loss {type(objective).__name__} needs a reference model, and this learner has none, because "

@@ -1,6 +1,5 @@
 """What a learner is built from, beside its recipe: process group, hub files, data, config of the model, and plan."""
 
-import atexit
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from echelon.learn.data.prepare import find_mask_obstacle, prepare_data
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.objects import agree
-from echelon.learn.distributed.runtime import Runtime, join_group, stop_runtime
+from echelon.learn.distributed.runtime import Runtime, join_group
 from echelon.learn.engines import EngineSpec
 from echelon.learn.model.build import resolve_config
 from echelon.learn.model.hub import fetch_models, find_commits, with_copies
@@ -25,9 +24,6 @@ from echelon.recipe.document import Recipe
 
 def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, PreparedData]:
     """Join the process group, and find or prepare what the recipe names. Collective: see `Learner.build`."""
-    if not dist.is_initialized():
-        # torch cannot form a group twice in a process, so the group stays until the process ends.
-        atexit.register(stop_runtime)
     runtime = join_group()
     commits = agree(lambda: find_commits(recipe, {}))
     fetch_models(recipe, commits)

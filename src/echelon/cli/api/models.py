@@ -16,8 +16,8 @@ from echelon.ground.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.cli.api.run import Run
+    from echelon.learn.distributed.runtime import Runtime as Team
     from echelon.tools.inference.dialogue import Dialogue
-    from echelon.tools.inference.team import Team
 
     Target = str | Path | Run
 
@@ -91,7 +91,7 @@ def evaluate(
         include_path: folder with your own task files, for `lm_eval`.
         limit: maximum number of examples per task, for `lm_eval`.
         checkpoint: `newest`, `best` or a step of a run. Default: newest.
-        team: the processes that share the model (`tools/inference/team.py`), all of which must call; None: this one.
+        team: the processes that share the model (`Runtime`), all of which must call; None: this one.
 
     Returns:
         The metrics by name, as printed by `echelon eval --json`.

@@ -10,7 +10,7 @@ from echelon.cli.commands.sharded import run_with_model
 from echelon.cli.commands.terminal import log_to_stderr, show
 
 if TYPE_CHECKING:
-    from echelon.tools.inference.team import Team
+    from echelon.learn.distributed.runtime import Runtime as Team
 
 
 def evaluate(

@@ -20,8 +20,8 @@ from echelon.cli.commands.terminal import log_to_stderr, show, show_made, show_p
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
+    from echelon.learn.distributed.runtime import Runtime as Team
     from echelon.tools.inference.generate import Sample
-    from echelon.tools.inference.team import Team
 
 # Characters of a prompt in the header of its samples.
 _HEADER_WIDTH = 60

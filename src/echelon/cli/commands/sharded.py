@@ -10,7 +10,7 @@ import typer
 from echelon.cli.commands.failure import report_failure
 
 if TYPE_CHECKING:
-    from echelon.tools.inference.team import Team
+    from echelon.learn.distributed.runtime import Runtime as Team
 
 
 def run_with_model(target: Path, num_processes: int | None, work: Callable[["Team | None"], None]) -> None:

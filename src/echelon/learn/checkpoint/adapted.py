@@ -6,6 +6,7 @@ The whole model, to run it, or one module after another, to export it.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from echelon.ground.run_files import RunFiles, is_run, require_model
 from echelon.ground.stored import read_json
 from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.learn.checkpoint.fill import load_alone
-from echelon.learn.checkpoint.first_weights import Fill, open_weights
+from echelon.learn.checkpoint.first_weights import Fill, load_from_run, open_weights
 from echelon.learn.checkpoint.folder import checkpoint_of, require_run
 from echelon.learn.checkpoint.given_models import check_base
 from echelon.learn.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
@@ -116,6 +117,18 @@ def open_first_weights(skeleton: PreTrainedModel, run: Path) -> Fill:
     return open_weights(skeleton, local)
 
 
+def open_checkpoint(run: Path, which: str | None, device: torch.device) -> tuple[PreTrainedModel, Fill]:
+    """Return the model of a run's checkpoint (see `checkpoint_of`) on meta, where it may be sharded, and what fills it.
+
+    Raises ConfigError, CheckpointError.
+    """
+    if read_run_recipe(run).adapter.is_adapter:
+        adapted = AdaptedRun(run, which, device)
+        return adapted.model, adapted.fill
+    checkpoint, skeleton = checkpoint_of(run, which), run_skeleton(run)
+    return copy.deepcopy(skeleton), partial(load_from_run, skeleton=skeleton, checkpoint=checkpoint.path)
+
+
 class AdaptedRun:
     """A run's checkpoint (see `checkpoint_of`) of an adapter, and the frozen weights that it was trained with.
 
@@ -133,22 +146,17 @@ class AdaptedRun:
         self._device = device
         self.skeleton = run_skeleton(run)
         self.model = copy.deepcopy(self.skeleton)
-        """The model with its adapter, on meta until `load`."""
+        """The model with its adapter, on meta."""
         apply_adapter(self.model, self._recipe.adapter, find_new_tokens(self._recipe, load_run_tokenizer(run)))
         self._fill = open_first_weights(self.skeleton, run)
         self._trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # The dtype from which the training computed the initial values of a PiSSA adapter.
         self._frozen_dtype = getattr(torch, load_plan(RunFiles(run).plan_path).precision.compute)
 
-    def load(self) -> PreTrainedModel:
-        """Return the whole model, in evaluation mode; it may be sharded. Collective if it is.
-
-        Raises CheckpointError, as do the other methods.
-        """
-        materialize(self.model, self._device)
-        self._fill(self.model)
-        self._load_adapter("", self.model)
-        return self.model.eval()
+    def fill(self, model: PreTrainedModel) -> None:
+        """Fill `self.model`, materialised, whole or sharded. Raises CheckpointError, as do the other methods."""
+        self._fill(model)
+        self._load_adapter("", model)
 
     def merged(self, names: list[str]) -> dict[str, Tensor]:
         """Return weights of the plain model with the adapter merged: fp32, on the CPU.

@@ -1,6 +1,5 @@
 """Exports a run as an HF folder that `transformers` loads, with bounded memory, and verifies the written weights."""
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -23,10 +22,9 @@ from echelon.learn.checkpoint.model_card import render_card
 from echelon.learn.checkpoint.out_folder import writing_explained, written_folder
 from echelon.learn.checkpoint.read_back import check_weights
 from echelon.learn.checkpoint.safety import read_metadata
-from echelon.learn.model.build import materialize, parameter_names, persistent_buffers
+from echelon.learn.model.build import parameter_names, persistent_buffers
 from echelon.learn.model.conversion import Conversion, conversions_to_files
 from echelon.learn.model.model_folder import run_model_dir
-from echelon.learn.model.weights import initialize_buffers
 
 SHARD_BYTES = 4 * 2**30
 TRAINING = "echelon.json"
@@ -35,30 +33,6 @@ TRAINING = "echelon.json"
 _CPU = torch.device("cpu")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def load_run_model(
-    run: Path,
-    device: torch.device,
-    which: str | None = None,
-    adopt: Callable[[PreTrainedModel], None] = lambda model: None,
-) -> PreTrainedModel:
-    """Load the model of a run's checkpoint (see `checkpoint_of`), in evaluation mode.
-
-    `adopt` may shard the model while it is on meta; every rank then loads its shard.
-    """
-    if read_run_recipe(run).adapter.is_adapter:
-        adapted = AdaptedRun(run, which, device)
-        adopt(adapted.model)
-        return adapted.load()
-    checkpoint = checkpoint_of(run, which)
-    skeleton = run_skeleton(run)
-    model = copy.deepcopy(skeleton)
-    adopt(model)
-    materialize(model, device)
-    initialize_buffers(model, skeleton, stored=persistent_buffers(skeleton))
-    load_alone(checkpoint.path, {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()})
-    return model.eval()
 
 
 def export_run(

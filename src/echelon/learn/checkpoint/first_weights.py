@@ -45,7 +45,7 @@ def open_weights(skeleton: PreTrainedModel, recipe: Recipe) -> Fill:
     if is_run(Path(source)):
         checkpoint = newest_of(Path(source)).path
         seed = recipe.run.seed
-        return partial(_load_from_run, skeleton=skeleton, checkpoint=checkpoint, may_grow=may_grow, seed=seed)
+        return partial(load_from_run, skeleton=skeleton, checkpoint=checkpoint, may_grow=may_grow, seed=seed)
     return PretrainedWeights(skeleton, Path(source), may_grow, recipe.run.seed).fill
 
 
@@ -69,8 +69,8 @@ def load_frozen(recipe: Recipe, source: str, dtype: torch.dtype, device: torch.d
 
 
 @torch.no_grad()
-def _load_from_run(
-    model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool, seed: int
+def load_from_run(
+    model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool = False, seed: int = 0
 ) -> None:
     """Load weights in place; those that are quantised or grown one at a time, through a full copy.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -186,6 +187,12 @@ def build_mesh(plan: ParallelPlan, device_type: str, is_one_machine: bool = True
         number=place["replica"],
         is_one_machine=is_one_machine,
     )
+
+
+def lone_mesh(device_type: str) -> Meshes:
+    """The place of a process that computes alone, in whatever group it is: `loss` and `everyone` are None."""
+    grid, groups = Grid(ParallelPlan("ddp")), list[Any]([None] * 8)
+    return Meshes(device_type, grid, grid.place(0), *groups)
 
 
 def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh | None:

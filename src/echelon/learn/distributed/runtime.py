@@ -3,6 +3,7 @@
 torch is imported inside the functions, because a worker watches its parent before torch is loaded.
 """
 
+import atexit
 import logging
 import platform
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ def join_group() -> Runtime:
         return Runtime(
             dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, device, dist.get_backend()
         )
+    # torch cannot form a group twice in a process, so the group stays until the process ends.
+    atexit.register(stop_runtime)
     return form_group(Place(0, 1, 0, 1), HashStore()) if place is None else form_group(place, None)
 
 

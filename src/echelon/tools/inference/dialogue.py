@@ -7,10 +7,9 @@ from pathlib import Path
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.sampling import Sampling
+from echelon.learn.opened import OpenedModel, load_tokenizer_of, one_process
 from echelon.tools.inference.chat import Chat
 from echelon.tools.inference.generate import Row, Sample, continue_rows
-from echelon.tools.inference.target import find_device, load_target, load_target_tokenizer
-from echelon.tools.inference.team import Host, Team
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +40,9 @@ class Dialogue:
         """
         self.turns: list[Turn] = []
         self._target, self._sampling, self._chat = target, sampling, Chat(system)
-        self._chat.encode(target, load_target_tokenizer(target, checkpoint), "")
-        self._model, self._tokenizer = load_target(target, Host(Team(find_device())), checkpoint)
-        self._positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        self._chat.encode(target, load_tokenizer_of(target, checkpoint), "")
+        self._opened = OpenedModel(target, checkpoint, one_process(), may_score=False)
+        self._positions: int | None = getattr(self._opened.model.config, "max_position_embeddings", None)
         self._num_answers = 0
         self._has_dropped = False
 
@@ -54,7 +53,7 @@ class Dialogue:
         """
         if system is not None:
             chat = Chat(system)
-            chat.encode(self._target, self._tokenizer, "")
+            chat.encode(self._target, self._opened.tokenizer, "")
             self._chat = chat
         self.turns = []
         self._has_dropped = False
@@ -81,7 +80,7 @@ class Dialogue:
 
         is_complete = False
         try:
-            [answer] = continue_rows(self._model, self._tokenizer, [row], sampling, collect, with_prompt=False)
+            [answer] = continue_rows(self._opened, [row], sampling, collect, with_prompt=False)
             is_complete = True
         finally:
             if pieces or is_complete:
@@ -91,13 +90,13 @@ class Dialogue:
 
     def _shorten(self, turns: list[Turn]) -> tuple[list[Turn], list[int]]:
         """Drop the oldest questions with their answers until the prompt and an answer fit, and encode the rest."""
-        ids = self._chat.encode_turns(self._target, self._tokenizer, turns)
+        ids = self._chat.encode_turns(self._target, self._opened.tokenizer, turns)
         if self._positions is None:
             return turns, ids
         num_turns = len(turns)
         while len(turns) > 1 and len(ids) + self._sampling.max_tokens > self._positions:
             turns = turns[2:]
-            ids = self._chat.encode_turns(self._target, self._tokenizer, turns)
+            ids = self._chat.encode_turns(self._target, self._opened.tokenizer, turns)
         if len(ids) >= self._positions:
             raise ConfigError(
                 f"the message has {len(ids)} tokens with the chat template and the system message, but the model has "

@@ -16,10 +16,10 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.answers.generation import ForwardPasses, continue_prompts, find_end
 from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.panics import panics_told, shorten
+from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.kv_cache import KeyValueCache, start_cache
+from echelon.learn.opened import OpenedModel, load_tokenizer_of, one_process
 from echelon.tools.inference.chat import Chat
-from echelon.tools.inference.target import find_device, load_target, load_target_tokenizer
-from echelon.tools.inference.team import Host, Team
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character with missing bytes
 
@@ -48,7 +48,7 @@ def generate_samples(
     batch_size: int = 8,
     write: Callable[[str], None] | None = None,
     chat: Chat | None = None,
-    team: Team | None = None,
+    team: Runtime | None = None,
 ) -> Iterator[Sample]:
     """Continue prompts, `sampling.num_samples` times each, in order. Collective: all processes yield the same samples.
 
@@ -65,21 +65,18 @@ def generate_samples(
     Raises:
         ConfigError: a prompt has no token or is too long for the model, or there is no template for a chat.
     """
-    team = team or Team(find_device())
-    host = Host(team)
     # Check prompts before loading the model, which may take long.
-    tokenizer = load_target_tokenizer(target, checkpoint)
+    tokenizer = load_tokenizer_of(target, checkpoint)
     encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
     rows = [Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
-    model, tokenizer = load_target(target, host, checkpoint)
-    _check_positions(model, rows, sampling.max_tokens)
+    opened = OpenedModel(target, checkpoint, team or one_process(), may_score=False)
+    _check_positions(opened.model, rows, sampling.max_tokens)
     size = batch_size if write is None else 1
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
         if write is not None and chat is None:
             write(_decode(tokenizer, batch[0].ids))
-        work = partial(continue_rows, model, tokenizer, batch, sampling, write, with_prompt=chat is None, team=team)
-        yield from host.run(work)
+        yield from opened.run(partial(continue_rows, opened, batch, sampling, write, with_prompt=chat is None))
 
 
 @dataclass(frozen=True)
@@ -130,13 +127,11 @@ class _WholeModel(ForwardPasses):
 
 @torch.no_grad()
 def continue_rows(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    opened: OpenedModel,
     rows: Sequence[Row],
     sampling: Sampling,
     write: Callable[[str], None] | None,
     with_prompt: bool,
-    team: Team | None = None,
 ) -> list[Sample]:
     """Continue the rows of one batch, each by one sample.
 
@@ -144,8 +139,8 @@ def continue_rows(
         write: receives the text of the continuation as it is generated; for a single row only.
         with_prompt: the text of a sample starts with its prompt.
     """
-    eos = _eos_ids(model, tokenizer)
-    decoders = [_Decoder(tokenizer, row.ids) for row in rows]
+    eos = opened.stops
+    decoders = [_Decoder(opened.tokenizer, row.ids) for row in rows]
     stream = None if write is None else TextStream(decoders[0], sampling.stop, write)
 
     def has_ended(number: int, tokens: Sequence[int]) -> bool:
@@ -156,8 +151,8 @@ def continue_rows(
         )
 
     ids, seeds = [row.ids for row in rows], [row_seed(sampling.seed, row.prompt, row.number) for row in rows]
-    peers = [None] if team is not None and team.size > 1 else []
-    found = continue_prompts(_WholeModel(model), ids, sampling, seeds, model.device, has_ended, peers=peers)
+    peers = [None] if opened.size > 1 else []
+    found = continue_prompts(_WholeModel(opened.model), ids, sampling, seeds, opened.device, has_ended, peers=peers)
     if stream is not None:
         stream.end()
     return [
@@ -175,21 +170,6 @@ def _finish(
     kept = cut_at_stop(text, stop)
     ended_by = "stop" if len(kept) < len(text) else "eos" if end < len(new) else "length"
     return Sample(row.prompt, decoder.head + kept if with_prompt else kept, row.number, ended_by)
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a text: those of generation_config.json, else the tokenizer's. Raises ConfigError."""
-    given = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if given is None:
-        return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = given if isinstance(given, list) else [given]
-    size = model.config.get_text_config(decoder=True).vocab_size
-    if not all(type(token) is int and 0 <= token < size for token in ids):
-        raise ConfigError(
-            f"{Path(model.config.name_or_path) / 'generation_config.json'}: eos_token_id={str(given)[:100]} must be "
-            f"one id of the model's vocabulary (0 to {size - 1}), or a list of them; correct it, or remove the file."
-        )
-    return ids
 
 
 class _Decoder:

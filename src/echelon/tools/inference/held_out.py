@@ -5,8 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.logs import warnings_only
 from echelon.ground.run_files import is_run
@@ -17,12 +15,11 @@ from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import PreparedData, ValidationSet, open_prepared
 from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.source import Source, list_files
-from echelon.learn.model.parts import scores_texts
-from echelon.learn.model.traits import describe_obstacle, find_traits
+from echelon.learn.model.traits import describe_obstacle
+from echelon.learn.opened import OpenedModel
 from echelon.recipe.data_formats import LABELLED_FORMAT
 from echelon.recipe.document import Recipe
 from echelon.recipe.names import Answers, list_objectives
-from echelon.recipe.objective import ObjectiveConfig
 from echelon.run.folder.run_folder import RunFolder
 
 _KINDS: dict[Answers, str] = {
@@ -46,23 +43,12 @@ def open_held_out(run: Path) -> Sequence[ValidationSet]:
     return prepared.validation
 
 
-def prepare_given(
-    target: Path,
-    path: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    objective: ObjectiveConfig,
-    length: int,
-    scratch: Path,
-) -> tuple[ValidationSet, bool]:
+def prepare_given(opened: OpenedModel, path: Path, scratch: Path) -> tuple[ValidationSet, bool]:
     """Prepare the user's text in sequences like those of the run; for an HF folder, with a recipe's defaults.
 
     Conversations are rendered with the tokenizer's template, which is the run's.
 
     Args:
-        target: the run folder or HF folder of the model.
-        objective: what the model was trained for.
-        length: tokens per sequence.
         scratch: folder for the prepared tokens.
 
     Returns:
@@ -70,10 +56,10 @@ def prepare_given(
 
     Raises:
         ConfigError: preferences or labelled texts for a model not trained on such, or other texts for a model that
-            scores them, conversations without a template, or packed
-            documents that the model cannot keep apart.
+            scores them, conversations without a template, or packed documents that the model cannot keep apart.
         DataError: the text cannot be used.
     """
+    target, objective, length = opened.source, opened.trained_for, opened.plan.sequence_len
     recipe = read_run_recipe(target) if is_run(target) else None
     wanted = objective.row.answers
     source = _find_source(path, recipe, LABELLED_FORMAT if wanted == "labelled" else None)
@@ -90,7 +76,7 @@ def prepare_given(
             f"--data {path} has other records than {_KINDS[wanted]}; {target} is a model that scores texts "
             f"(objective.name={objective.name}), and is evaluated on these alone."
         )
-    tokenizer.save_pretrained(scratch / "tokenizer")
+    opened.tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
         train=(source,),
         validation=(),
@@ -108,31 +94,10 @@ def prepare_given(
         options = InstructionOptions(answers=wanted, scores_texts=True, labels=objective.labels, max_text_tokens=cut)
         spec = replace(spec, on_overlong="drop", instruction=options)
     with warnings_only("echelon.learn.data"):  # this text is neither trained on nor kept
-        prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(find_traits(model, length), model.config))
+        prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(opened.traits, opened.model.config))
     [record] = prepared.manifest.streams["train"]
     density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
     return ValidationSet(path.name or str(path), prepared.train, density), answers is not None
-
-
-def find_objective(target: Path, model: PreTrainedModel) -> ObjectiveConfig:
-    """Return what a model was trained for: as its run says, or for an HF folder by the model's head.
-
-    Raises ConfigError for a folder whose model gives a text several labels at once, or numbers.
-    """
-    if is_run(target):
-        return read_run_recipe(target).objective
-    config = model.config
-    if not scores_texts(config):
-        return ObjectiveConfig()
-    labels = tuple(str(config.id2label[number]) for number in sorted(config.id2label))
-    if len(labels) == 1:
-        return ObjectiveConfig(name="reward")
-    if config.problem_type not in (None, "single_label_classification"):
-        raise ConfigError(
-            f"{target} has problem_type={config.problem_type} in config.json; only models that give a text one of "
-            "their labels, or one score, can be evaluated."
-        )
-    return ObjectiveConfig(name="classification", labels=labels)
 
 
 def _find_source(path: Path, recipe: Recipe | None, records: str | None) -> Source:

@@ -23,10 +23,10 @@ from echelon.learn.checkpoint.export import export_run
 from echelon.learn.checkpoint.folder import checkpoint_of
 from echelon.learn.checkpoint.model_card import render_card
 from echelon.learn.data.shards import NO_LABEL, Dataset
+from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.evaluation import read_in_order
+from echelon.learn.opened import OpenedModel, one_process
 from echelon.tools.inference.held_out import open_run_text
-from echelon.tools.inference.target import find_device, load_target
-from echelon.tools.inference.team import Host, Team
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ def merge_run(
     """
     if not read_run_recipe(run).adapter.is_adapter:
         raise ConfigError(f"--merge: the run {run} has no adapter to merge; remove --merge.")
-    export_run(run, out, dtype, which, find_device(), check)
+    export_run(run, out, dtype, which, one_process().device, check)
 
 
-def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = None) -> Comparison | None:
+def compare_merged(run: Path, out: Path, which: str | None, team: Runtime | None = None) -> Comparison | None:
     """Compare a merged model with the checkpoint that it was merged from, one after the other. Collective.
 
     The measurements are written to merge.json and README.md of the folder `out`.
@@ -88,7 +88,7 @@ def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = 
         logger.warning(f"the merged model was not compared with the adapter: {error}")
         return None
     if team is None:  # a model in fp32, and the logits of a sequence
-        team = Team(find_device(num_bytes=5 * sum(parameter.numel() for parameter in run_skeleton(run).parameters())))
+        team = one_process(num_bytes=5 * sum(parameter.numel() for parameter in run_skeleton(run).parameters()))
     kept = _keep_log_probabilities(run, team, which, dataset)
     gc.collect()  # frees the first model: the hooks of `fully_shard` refer to each other
     comparison = _compare(kept, out, team, dataset, text)
@@ -110,33 +110,32 @@ def _find_text(run: Path) -> tuple[Dataset, str]:
     return (data.validation[0].dataset, "held-out") if data.validation else (data.train, "training")
 
 
-def _keep_log_probabilities(run: Path, team: Team, which: str | None, dataset: Dataset) -> list[Tensor]:
+def _keep_log_probabilities(run: Path, team: Runtime, which: str | None, dataset: Dataset) -> list[Tensor]:
     """Return the log-probabilities by the adapter at the targets of this process's sequences, on the CPU.
 
     Together the processes have the first `COMPARED_SEQUENCES`, or as many as `KEPT_BYTES` of each may hold, at least
     one.
     """
-    host = Host(team)
-    model, _ = load_target(run, host, which)
-    each_bytes = 4 * dataset.sequence_len * model.get_output_embeddings().weight.shape[0]
-    rounds = -(-min(COMPARED_SEQUENCES, dataset.num_samples) // team.size)
-    mine = (number * team.size + team.rank for number in range(max(1, min(rounds, KEPT_BYTES // each_bytes))))
-    return [host.run(partial(_log_probabilities, model, dataset, index))[0].cpu() for index in mine]
+    opened = OpenedModel(run, which, team, may_score=False)
+    each_bytes = 4 * dataset.sequence_len * opened.model.get_output_embeddings().weight.shape[0]
+    rounds = -(-min(COMPARED_SEQUENCES, dataset.num_samples) // opened.size)
+    mine = (number * opened.size + opened.rank for number in range(max(1, min(rounds, KEPT_BYTES // each_bytes))))
+    return [opened.run(partial(_log_probabilities, opened.model, dataset, index))[0].cpu() for index in mine]
 
 
-def _compare(kept: Sequence[Tensor], out: Path, team: Team, dataset: Dataset, text: str) -> Comparison:
+def _compare(kept: Sequence[Tensor], out: Path, team: Runtime, dataset: Dataset, text: str) -> Comparison:
     """Compare a merged model with what `_keep_log_probabilities` returned of the model with the adapter."""
-    host = Host(team)
-    merged, _ = load_target(out, host)
+    merged = OpenedModel(out, None, team, may_score=False)
     sums = torch.zeros(4, dtype=torch.float64, device=team.device)
     for number, of_adapter in enumerate(kept):
-        work = partial(_log_probabilities, merged, dataset, number * team.size + team.rank)
-        theirs, labels = host.run(work)
+        work = partial(_log_probabilities, merged.model, dataset, number * merged.size + merged.rank)
+        theirs, labels = merged.run(work)
         ours = of_adapter.to(team.device)
         kl = F.kl_div(theirs, ours, reduction="sum", log_target=True)
         losses = [F.nll_loss(logits, labels, reduction="sum") for logits in (ours, theirs)]
         sums += torch.stack([kl, *losses, torch.tensor(len(labels), device=team.device)])
-    *totals, count = team.add_up(sums).tolist()
+    merged.add_up(sums)
+    *totals, count = sums.tolist()
     kl_mean, adapter_loss, merged_loss = (total / max(1.0, count) for total in totals)
     return Comparison(max(0.0, kl_mean), adapter_loss, merged_loss, int(count), text)
 

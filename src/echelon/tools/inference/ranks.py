@@ -26,7 +26,8 @@ from echelon.ground.redaction import redact_text
 from echelon.ground.scratch import keep, scratch_folder
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import open_to_append
-from echelon.learn.distributed.runtime import stop_runtime
+from echelon.learn.distributed.runtime import Runtime, stop_runtime
+from echelon.learn.opened import count_bytes
 from echelon.planner.hardware.heap import return_freed_memory
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import start_runtime, watch_starter
@@ -34,8 +35,6 @@ from echelon.run.lifecycle.worker import leave, leave_after_peers
 from echelon.run.supervise.agent import Agent, worker_argv
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, Outcome, is_secondary, report, write_outcome
 from echelon.run.supervise.workers import Workers
-from echelon.tools.inference.target import count_bytes
-from echelon.tools.inference.team import Team, build_team
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ def compare_in_ranks(run: Path, out: Path, which: str | None, count: int) -> Non
         raise EchelonError(outcome.message)
 
 
-def run_as_rank(work: Callable[[Team], object]) -> NoReturn:
+def run_as_rank(work: Callable[[Runtime], object]) -> NoReturn:
     """Do this rank's part of the work, and end the process. Only rank 0 prints. Collective: every rank calls it."""
     watch_starter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports it
@@ -99,7 +98,7 @@ def run_as_rank(work: Callable[[Team], object]) -> NoReturn:
     try:
         runtime = start_runtime()
         return_freed_memory()
-        work(build_team(runtime))
+        work(runtime)
     except EchelonError as error:
         outcome = report(rank, error.exit_code, str(error), is_secondary(error), final=True)
     except Exception as error:

@@ -7,8 +7,8 @@ from typing import Any
 from echelon.learn.benchmarks.harness import Tasks, TaskScores
 from echelon.learn.benchmarks.task_files import build_task, read_task
 from echelon.learn.distributed.objects import broadcast_object
-from echelon.tools.inference.target import find_device, load_target
-from echelon.tools.inference.team import Host, Team
+from echelon.learn.distributed.runtime import Runtime
+from echelon.learn.opened import OpenedModel, one_process
 
 _BATCH_SIZE = 8
 
@@ -19,7 +19,7 @@ def evaluate_with_harness(
     include_path: Path | None = None,
     limit: int | None = None,
     checkpoint: str | None = None,
-    team: Team | None = None,
+    team: Runtime | None = None,
 ) -> dict[str, Any]:
     """Run lm-eval tasks on the model, without exporting it first. Every process of a team runs all of them.
 
@@ -35,20 +35,22 @@ def evaluate_with_harness(
         ConfigError: lm-eval is not installed, or has no such task.
     """
     asked = "--lm-eval" if all(isinstance(task, str) for task in tasks) else "--tasks"
-    opened = Tasks(tasks, () if include_path is None else (include_path,), asked)
+    suite = Tasks(tasks, () if include_path is None else (include_path,), asked)
     from echelon.learn.benchmarks.harness_model import AnyPrefix  # lm-eval is there
 
-    team = team or Team(find_device())
-    host = Host(team)
-    model, tokenizer = load_target(target, host, checkpoint)
-    found: TaskScores | None = host.run(lambda: opened.score(AnyPrefix(model, tokenizer, _BATCH_SIZE), limit))
-    if team.meshes is not None:
-        found = broadcast_object(found, team.meshes.everyone)
+    opened = OpenedModel(target, checkpoint, team or one_process(), may_score=False)
+    found: TaskScores | None = opened.run(
+        lambda: suite.score(AnyPrefix(opened.model, opened.tokenizer, _BATCH_SIZE), limit)
+    )
+    if opened.size > 1:
+        found = broadcast_object(found, opened.meshes.everyone)
     assert found is not None, "the first process has the results"
     return {task: dict(values) for task, values in found.numbers.items()}
 
 
-def evaluate_task(target: Path, path: Path, checkpoint: str | None = None, team: Team | None = None) -> dict[str, Any]:
+def evaluate_task(
+    target: Path, path: Path, checkpoint: str | None = None, team: Runtime | None = None
+) -> dict[str, Any]:
     """Score the choices of a .jsonl file with lm-eval. Every process of a team scores all of them.
 
     Returns:

@@ -14,10 +14,9 @@ from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.learn.model.seeds import derive_seed, seed_generators
 from echelon.learn.model.weights import initialize_weights
+from echelon.learn.opened import OpenedModel, one_process
 from echelon.learn.parallel.data_parallel import apply_fully_shard
 from echelon.planner.plan import ParallelPlan
-from echelon.tools.inference.target import load_target
-from echelon.tools.inference.team import Host, Team
 from tests.families import EXTRA, small_config, small_model
 
 
@@ -122,7 +121,7 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
         load(tmp_path)
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would initialize it randomly
-        load_target(tmp_path, Host(Team(torch.device("cpu"))))
+        OpenedModel(tmp_path, None, one_process("cpu"))
     for files in (
         {name: "../model.safetensors"},
         {name: "model.bin"},
