@@ -51,7 +51,7 @@ def count_processes(job: JobSpec) -> int:
     return nproc if isinstance(nproc, int) else count_gpus(job)
 
 
-def _build_command(job: JobSpec) -> list[str]:
+def build_command(job: JobSpec) -> list[str]:
     """The container's command. Its process 1 is the agent, so that signals reach it; a shell ends in `exec`.
 
     In the pods of a PyTorchJob, RANK and WORLD_SIZE count pods; the options of `echelon train` override them.
@@ -195,7 +195,7 @@ def build_container(job: JobSpec) -> dict[str, Any]:
         "name": kind.container,
         "image": settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": _build_command(job),
+        "command": build_command(job),
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
         "envFrom": [{"secretRef": {"name": name}} for name in settings.env_from_secrets],
