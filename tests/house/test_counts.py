@@ -77,11 +77,11 @@ def count_test_lines() -> int:
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: count_files(ECHELON), 619, 0),
-    "lines": (lambda: count_lines(ECHELON), 97_357, 250),
-    "raises with a text": (lambda: count_raises(ECHELON), 1_384, 5),
+    "lines": (lambda: count_lines(ECHELON), 97_341, 250),
+    "raises with a text": (lambda: count_raises(ECHELON), 1_380, 5),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 23, 0),
-    "recipe keys": (lambda: count_keys(Recipe), 321, 0),
+    "recipe keys": (lambda: count_keys(Recipe), 290, 0),
     "commands": (lambda: count_commands(get_command(app)), 21, 0),
     "lines of tests": (count_test_lines, 82_720, 500),
 }

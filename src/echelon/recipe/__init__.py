@@ -22,7 +22,6 @@ from echelon.recipe.operation import (
     FaultConfig,
     MlflowConfig,
     PrometheusConfig,
-    WandbConfig,
 )
 from echelon.recipe.rollout import EnvironmentConfig, RewardConfig, RolloutConfig
 from echelon.recipe.synchronization import SyncConfig
@@ -53,5 +52,4 @@ __all__ = [
     "TrainConfig",
     "TrainTokenizerConfig",
     "TrainedTokenizerConfig",
-    "WandbConfig",
 ]
