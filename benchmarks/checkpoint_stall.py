@@ -38,7 +38,7 @@ CHANGES = [
     "model.config.hidden_size=768", "model.config.intermediate_size=2048", "model.config.num_hidden_layers=6",
     "model.config.num_attention_heads=12", "model.config.num_key_value_heads=12", "model.config.vocab_size=16384",
     "train.micro_batch_size=1", "train.global_batch_size=1", "train.eval_every=1000000", "train.steps=1000000",
-    "checkpoint.every_steps=1000000", "checkpoint.keep_last=1", "train.log_every=1000000",
+    "checkpoint.every=1000000", "checkpoint.keep_last=1", "train.log_every=1000000",
 ]  # fmt: skip
 ORDINARY_STEPS = 3
 

@@ -24,8 +24,8 @@ STEPS, WARM_UPS = 10, 3
 METHODS = ("bf16", "powersgd", "topk", "sign")
 OVERRIDES = [
     "model.config.hidden_size=512", "model.config.intermediate_size=1376", "model.config.num_hidden_layers=8",
-    "train.global_batch_size=8", f"train.steps={STEPS}", "optim.warmup_steps=2", "train.eval_every=100000",
-    "train.compile=false", "checkpoint.every_steps=100000", "evaluate.batches=1",
+    "train.global_batch_size=8", f"train.steps={STEPS}", "optim.warmup=2", "train.eval_every=100000",
+    "train.compile=false", "checkpoint.every=100000", "evaluate.batches=1",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ PROCESSES = 2
 MEGABITS, LATENCY_SECONDS = 100, 0.02
 # A round of the replicas that agree after step 30: such a step, the one beside which they may send, and 28 others.
 LINK_STEPS, ROUND, FIRST_COUNTED, WINDOW = 32, 30, 4, 10
-LINK_OVERRIDES = [f"train.steps={LINK_STEPS}", "optim.warmup_steps=10", "evaluate.batches=1"]
+LINK_OVERRIDES = [f"train.steps={LINK_STEPS}", "optim.warmup=10", "evaluate.batches=1"]
 SMALL = [
     "model.config.hidden_size=128", "model.config.intermediate_size=344", "model.config.num_hidden_layers=2",
     "tokenizer={train: {vocab_size: 1024}}", "data.sequence_len=128", "train.steps=480",
@@ -64,7 +64,7 @@ def command_of(folder, sync, seed, overrides):
     """The command that trains the recipe with a method, in a folder."""
     shown = [
         f"run.dir={folder}/run", f"data.prepared_dir={ROOT}/runs/prepared", f"sync={json.dumps(sync)}",
-        f"run.seed={seed}", "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=100",
+        f"run.seed={seed}", "train.eval_every=100000", "checkpoint.every=100000", "train.log_every=100",
         *overrides,
     ]  # fmt: skip
     return [sys.executable, "-m", "echelon", "train", str(ROOT / "benchmarks/stdlib.yaml"), *shown]

@@ -63,7 +63,7 @@ def write_work(folder, size, steps):
             "steps": steps, "global_batch_size": size.batch, "micro_batch_size": size.batch // PROCESSES,
             "precision": "fp32", "compile": False, "log_every": steps,
         },
-        "optim": {"learning_rate": 1e-3}, "checkpoint": {"every_steps": steps},
+        "optim": {"learning_rate": 1e-3}, "checkpoint": {"every": steps},
     }  # fmt: skip
     (folder / "recipe.json").write_text(json.dumps(recipe))
 

@@ -225,10 +225,10 @@ def describe_recipe(scratch, folder, base, size, row):
             "log_every": 10, "eval_every": None,
         },
         "optim": {
-            "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "betas": [0.9, 0.999],
+            "learning_rate": RATE, "schedule": "constant", "warmup": 0, "betas": [0.9, 0.999],
             "weight_decay": 0.0, "max_grad_norm": 1.0,
         },
-        "checkpoint": {"every_steps": never},
+        "checkpoint": {"every": never},
     }  # fmt: skip
 
 

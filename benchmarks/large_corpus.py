@@ -121,7 +121,7 @@ def main() -> None:
     corpus = folder / "corpus.jsonl"
     overrides = [
         f"data.train=[{{path: {corpus}}}]", f"run.dir={folder}/run", f"data.prepared_dir={folder}/prepared",
-        f"data.prepare_workers={arguments.workers}", f"train.steps={arguments.steps}", "optim.warmup_steps=5",
+        f"data.prepare_workers={arguments.workers}", f"train.steps={arguments.steps}", "optim.warmup=5",
         "evaluate.batches=1",
     ]  # fmt: skip
     if arguments.tokenizer:

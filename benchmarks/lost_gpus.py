@@ -38,7 +38,7 @@ UNDISTURBED = {}
 
 def build_overrides(size, further):
     small = ["model.config.hidden_size=64", "model.config.intermediate_size=128"] if size == "tiny" else []
-    fixed = ["train.precision=fp32", "train.deterministic=true", "checkpoint.every_steps=1000"]
+    fixed = ["train.precision=fp32", "train.deterministic=true", "checkpoint.every=1000"]
     return [*fixed, f"train.steps={STEPS[size]}", *small, *further]
 
 

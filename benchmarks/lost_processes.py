@@ -26,7 +26,7 @@ from measuring import describe_machine
 ROOT = Path(__file__).parents[1]
 NEVER, CHECKPOINT = 100_000, 60
 OVERRIDES = [
-    "tokenizer=bytes", "parallel=fsdp", f"train.eval_every={NEVER}", "train.log_every=50", "optim.warmup_steps=0",
+    "tokenizer=bytes", "parallel=fsdp", f"train.eval_every={NEVER}", "train.log_every=50", "optim.warmup=0",
     "train.global_batch_size=16", "data.sequence_len=128", "model.config.hidden_size=256",
     "model.config.intermediate_size=688", "model.config.num_hidden_layers=4",
 ]  # fmt: skip
@@ -87,7 +87,7 @@ class Run:
 
 def lose_one(folder, overrides):
     """Seconds from a loss to the next row, and until the lost steps are done again; the steps that were lost."""
-    run = Run(folder, [*overrides, "train.steps=1000", f"checkpoint.every_steps={CHECKPOINT}"])
+    run = Run(folder, [*overrides, "train.steps=1000", f"checkpoint.every={CHECKPOINT}"])
     run.until(lambda: run.last_step() >= CHECKPOINT + 50)
     last, num_starts = run.last_step(), len(run.rows("events"))
     began = time.monotonic()
@@ -107,7 +107,7 @@ def mean_step(folder, overrides):
 
     The time of a step in metrics.jsonl does not include what is done between two steps.
     """
-    run = Run(folder, [*overrides, f"train.steps={FIRST + MEASURED + 5}", f"checkpoint.every_steps={NEVER}"])
+    run = Run(folder, [*overrides, f"train.steps={FIRST + MEASURED + 5}", f"checkpoint.every={NEVER}"])
     run.until(lambda: run.last_step() >= FIRST)
     began, spent, first = time.monotonic(), run.processor_seconds(), run.last_step()
     run.until(lambda: run.last_step() >= FIRST + MEASURED)

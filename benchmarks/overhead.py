@@ -59,7 +59,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [
             f"data.train.0.path={arguments.text}", f"run.dir={scratch}/run", "train.eval_every=1000000",
-            "checkpoint.every_steps=1000000", "train.log_every=10", f"train.precision={arguments.precision}",
+            "checkpoint.every=1000000", "train.log_every=10", f"train.precision={arguments.precision}",
             f"train.compile={str(arguments.compile).lower()}", *SIZES[arguments.size],
         ]  # fmt: skip
         recipe, _ = load_recipe(RECIPE, overrides)

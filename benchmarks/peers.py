@@ -180,7 +180,7 @@ def write_recipe(inputs, folder, side):
         "train": train,
         "optim": {"learning_rate": RATE, "schedule": "constant"},
         "parallel": side.mode,
-        "checkpoint": {"every_steps": NEVER},
+        "checkpoint": {"every": NEVER},
         "fault": {"hang_seconds": PAUSE_SECONDS},
     }  # fmt: skip
     if setting.reduces != "fp32":

@@ -54,7 +54,7 @@ def write_recipe(folder, size):
             "activation_checkpointing": "none",
         },
         "optim": {"learning_rate": 1e-3},
-        "checkpoint": {"every_steps": 100000},
+        "checkpoint": {"every": 100000},
     }  # fmt: skip
     path = folder / f"{size}.json"
     path.write_text(json.dumps(recipe))

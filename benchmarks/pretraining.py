@@ -96,9 +96,7 @@ TABLES = {
         "plain loop, torchao": (replace(WIDE_BESIDE, side="plain"), replace(WIDE_BESIDE, side="plain", float8=True)),
         "echelon, bf16": (WIDE_BESIDE,),
         "echelon, fp8": (WIDE_BESIDE, replace(WIDE_BESIDE, overrides=("train.precision=fp8",))),
-        "echelon, fp8 by rows": (
-            replace(WIDE_BESIDE, overrides=("train.precision=fp8", "train.float8_scaling=rowwise")),
-        ),
+        "echelon, fp8 by rows": (replace(WIDE_BESIDE, overrides=("train.precision=fp8_rowwise")),),
     },
     "long": {
         "8,192 tokens": (LONG, replace(LONG, side="hf")),
@@ -157,7 +155,7 @@ def override(row, scratch, folder, is_tiny):
         f"run.dir={folder / 'run'}", "tokenizer.train.vocab_size=4096",
         "model.config.vocab_size=32000", f"model.config.max_position_embeddings={length}",
         *(f"model.config.{field}" for field in widths), *(["train.tokens=1000000"] if is_tiny else []),
-        f"train.global_batch_tokens={row.sequences * length}", "checkpoint.every_steps=1000000",
+        f"train.global_batch_tokens={row.sequences * length}", "checkpoint.every=1000000",
         *([] if row.micro is None else [f"train.micro_batch_size={row.micro}"]),
         *row.overrides,
     ]  # fmt: skip

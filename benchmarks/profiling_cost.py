@@ -114,7 +114,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [
             f"data.train.0.path={TEXT}", f"run.dir={scratch}/run", "train.eval_every=1000000",
-            "checkpoint.every_steps=1000000", "train.log_every=10", "train.precision=fp32", "train.compile=false",
+            "checkpoint.every=1000000", "train.log_every=10", "train.precision=fp32", "train.compile=false",
             *(SIZES | {"medium": MEDIUM})[arguments.size],
         ]  # fmt: skip
         recipe, _ = load_recipe(RECIPE, overrides)

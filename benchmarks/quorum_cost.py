@@ -23,8 +23,8 @@ from measuring import describe_machine
 
 ROOT = Path(__file__).parents[1]
 OVERRIDES = [
-    "tokenizer=bytes", "train.global_batch_size=16", "train.eval_every=100000", "checkpoint.every_steps=100000",
-    "train.log_every=50", "optim.warmup_steps=0",
+    "tokenizer=bytes", "train.global_batch_size=16", "train.eval_every=100000", "checkpoint.every=100000",
+    "train.log_every=50", "optim.warmup=0",
 ]  # fmt: skip
 SIZES = {
     "short steps": [

@@ -33,8 +33,8 @@ METHODS = {
 OVERRIDES = [
     "model.config.hidden_size=64", "model.config.intermediate_size=172", "model.config.num_hidden_layers=2",
     "tokenizer={train: {vocab_size: 512}}", "data.sequence_len=64", f"train.steps={STEPS}",
-    "train.global_batch_size=16", "train.micro_batch_size=4", "optim.warmup_steps=20",
-    "train.eval_every=100000", "checkpoint.every_steps=100000", "train.log_every=50", "evaluate.batches=20",
+    "train.global_batch_size=16", "train.micro_batch_size=4", "optim.warmup=20",
+    "train.eval_every=100000", "checkpoint.every=100000", "train.log_every=50", "evaluate.batches=20",
 ]  # fmt: skip
 
 

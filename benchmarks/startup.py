@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-OVERRIDES = ("checkpoint.every_steps=5", "train.eval_every=null", "train.log_every=1")
+OVERRIDES = ("checkpoint.every=5", "train.eval_every=null", "train.log_every=1")
 QUANTITIES = ("start, s", "start, processor s", "restart, s", "restart, processor s")
 LOOK_SECONDS = 0.01
 

@@ -45,6 +45,6 @@ def pretrain(learner, run):
         # A row of metrics.jsonl, with a key of our own. Nothing here waits for the GPU.
         run.record(step, sums, grad_norm, learning_rate=learning_rate, targets=sums.num_targets)
 
-        # As the recipe says: train.eval_every, checkpoint.every_steps.
+        # As the recipe says: train.eval_every, checkpoint.every.
         run.evaluate_if_due(step)
         run.save_if_due(step)

@@ -35,7 +35,7 @@ RECIPE = {
     "train": {"steps": 6, "global_batch_size": 4, "eval_every": None, "precision": "fp32"},
     "optim": {"learning_rate": 1e-3},
     "evaluate": {"batches": 1},
-    "checkpoint": {"every_steps": 3},
+    "checkpoint": {"every": 3},
 }  # fmt: skip
 
 

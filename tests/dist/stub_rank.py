@@ -26,7 +26,7 @@ RECIPE = Recipe.model_validate(
         "tokenizer": "bytes",
         "data": {"train": "text.txt"},
         "train": {"steps": 10, "global_batch_size": 2},
-        "optim": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "optim": {"learning_rate": 1e-3, "warmup": 2},
     }
 )
 

@@ -81,8 +81,8 @@ REFUSALS = [
         ["data.train.1.weight=1e-09", "larger weight"],
     ),
     (
-        ["data.train.0.path=text.txt", "train.steps=null", "train.epochs=1", "optim.warmup_steps=100000"],
-        ["optim.warmup_steps=100000", "of the whole run", "use at most"],
+        ["data.train.0.path=text.txt", "train.steps=null", "train.epochs=1", "optim.warmup=100000"],
+        ["optim.warmup=100000", "of the whole run", "use at most"],
     ),
     (
         ["train.batch_ramp={from: 1, over_tokens: 1e6, increment: 1}", "--nproc", "2"],
@@ -257,7 +257,7 @@ def test_resume_refuses_a_malicious_checkpoint(echelon, run):
 @pytest.mark.slow
 def test_non_finite_loss(echelon, run):
     """A non-finite loss ends a run that was started with --fresh, which moves the old run aside."""
-    settings = ("optim.learning_rate=1e30", "optim.max_grad_norm=null", "checkpoint.every_steps=1")
+    settings = ("optim.learning_rate=1e30", "optim.max_grad_norm=null", "checkpoint.every=1")
     ending = echelon("train", "recipe.json", "--nproc", "2", "--fresh", *settings)
     assert_refused(ending, 1, "step 2:", "must be finite", "update was not applied", "Lower optim.learning_rate")
     assert (run.path.with_name("tiny.old-1") / "outcome.json").exists()
@@ -286,11 +286,11 @@ def test_full_disk(echelon, run):
         assert not list(disk.rglob("*.partial"))
 
         train = ("train", "recipe.json", "run.dir=disk/run", "data.prepared_dir=runs/prepared", "--nproc", "2")
-        ending = echelon(*train, "checkpoint.every_steps=1")
+        ending = echelon(*train, "checkpoint.every=1")
         assert_refused(ending, 1, "A checkpoint could not be saved to disk/run/checkpoints", "free on this disk")
         assert not list((disk / "run" / "checkpoints").iterdir())
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
-        ending = echelon(*train, "checkpoint.every_steps=1")
+        ending = echelon(*train, "checkpoint.every=1")
         assert ending.code == 0, ending
         rows = read_lines(disk / "run" / "metrics.jsonl")
         assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
@@ -312,7 +312,7 @@ def test_full_disk(echelon, run):
 @pytest.mark.slow
 def test_stops_and_deaths_during_training(echelon, tmp_path):
     """SIGTERM, Ctrl-C and a killed rank, one after the other; each time the same command resumes."""
-    write_recipe(tmp_path, train={"steps": 600, "log_every": 50}, checkpoint={"every_steps": 20, "keep_last": 2})
+    write_recipe(tmp_path, train={"steps": 600, "log_every": 50}, checkpoint={"every": 20, "keep_last": 2})
     folder = RunFolder(tmp_path / "runs" / "tiny")
     command = ("train", "recipe.json", "--nproc", "2")
 
@@ -406,7 +406,7 @@ def test_concurrent_preparation_and_a_stop_during_it(echelon, tmp_path):
 def test_a_rank_that_hangs(echelon, run):
     """A suspended rank, as on a machine without free memory: its peer waits in a collective, and reports it."""
     fault = "fault={hang_seconds: 3, max_restarts: 0}"
-    command = ("train", "recipe.json", "--nproc", "2", "train.steps=100000", "checkpoint.every_steps=100000", fault)
+    command = ("train", "recipe.json", "--nproc", "2", "train.steps=100000", "checkpoint.every=100000", fault)
     job = start(*command)
     await_line(run.metrics_path, '"step": 20,', job, seconds=120)
     victim = process_of(run, 1)

@@ -31,7 +31,7 @@ def test_the_best_checkpoint_is_kept_and_early_stopping_ends_the_run(echelon, tm
         train={"steps": 3, "eval_every": 1},
         optim={"learning_rate": 0.1},
         evaluate={"select_by": "odd", "early_stopping": 3},
-        checkpoint={"every_steps": 3, "keep_last": 1, "keep_best": True},
+        checkpoint={"every": 3, "keep_last": 1, "keep_best": True},
     )
     run = tmp_path / "runs" / "tiny"
     ending = echelon("train", "recipe.json", "--nproc", "1")
@@ -68,12 +68,14 @@ def test_saves_and_evaluations_by_epoch(echelon, tmp_path):
     """Saves and evaluations occur at the end and in the middle of each epoch, also after a resume."""
     write_recipe(
         tmp_path,
-        train={"steps": 2, "eval_every": None, "evals_per_epoch": 2, "global_batch_size": 200},
-        checkpoint={"every_steps": None, "saves_per_epoch": 1, "keep_last": 9},
+        train={"steps": 2, "eval_every": "0.5 epochs", "global_batch_size": 200},
+        checkpoint={"every": "1 epochs", "keep_last": 9},
     )
     ending = echelon("train", "recipe.json", "--nproc", "1")
     assert ending.code == 0, ending
-    num_samples = int(re.search(r"saves_per_epoch=1: ([\d,]+) sequences per epoch", ending.out)[1].replace(",", ""))
+    num_samples = int(
+        re.search(r"checkpoint.every='1 epochs': ([\d,]+) sequences per epoch", ending.out)[1].replace(",", "")
+    )
     assert 400 < num_samples < 1000, "then an epoch is 3 to 5 steps"
     ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=7")
     assert ending.code == 0, ending
@@ -143,7 +145,7 @@ def test_held_out_text_without_a_target_is_no_result(echelon, tmp_path):
         data={"validation_fraction": None, "validation": [{"path": "one.txt"}], "document_separator": None},
         train={"steps": 4, "eval_every": 2},
         evaluate={"early_stopping": 1},
-        checkpoint={"every_steps": 2, "keep_last": 1, "keep_best": True},
+        checkpoint={"every": 2, "keep_last": 1, "keep_best": True},
     )
     ending = echelon("train", "recipe.json", "--nproc", "1")
     assert ending.code == 0, ending

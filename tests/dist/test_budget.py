@@ -27,9 +27,7 @@ def exact_rows(run):
 def test_a_budget_ends_a_run_and_a_higher_one_resumes_it(echelon, tmp_path):
     """At a dollar per second, the start alone uses up the first budget: the run ends as soon as it trains."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
-    write_recipe(
-        tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50}, checkpoint={"every_steps": 60}
-    )
+    write_recipe(tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50}, checkpoint={"every": 60})
     run = RunFolder(tmp_path / "runs" / "tiny")
     first = echelon(*COMMAND, "budget.max_usd=1")
     assert first.code == 3, first

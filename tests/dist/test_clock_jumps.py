@@ -65,7 +65,7 @@ def shim(tmp_path):
 @pytest.mark.parametrize("days", [30, -30])
 @pytest.mark.parametrize("moment", ["the start", "the training"])
 def test_a_clock_that_is_set_uses_up_no_budget(tmp_path, shim, days, moment):
-    write_recipe(tmp_path, train={"steps": STEPS, "eval_every": 10}, checkpoint={"every_steps": 10})
+    write_recipe(tmp_path, train={"steps": STEPS, "eval_every": 10}, checkpoint={"every": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")
     began = time.monotonic()
     process = start("train", "recipe.json", "--nproc", "1", "budget.max_hours=1", cwd=tmp_path, **shim)

@@ -73,7 +73,7 @@ def folder(echelon, tmp_path):
         rollout=ROLLOUT,
         train={"steps": STEPS, "global_batch_size": 32, "log_every": 1, "compile": False},
         optim={"learning_rate": 2e-2, "schedule": "constant"},
-        checkpoint={"every_steps": 4},
+        checkpoint={"every": 4},
     )
     return tmp_path
 

@@ -143,7 +143,7 @@ def remove(run: RunFolder) -> None:
 
 @pytest.mark.slow
 def test_removing_the_run_folder_ends_the_run_immediately(echelon, tmp_path):
-    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
+    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start("train", "recipe.json", "--nproc", "2")
     await_line(run.metrics_path, '"step": 15,', job, seconds=300)
@@ -157,7 +157,7 @@ def test_removing_the_run_folder_ends_the_run_immediately(echelon, tmp_path):
 
 @pytest.mark.slow
 def test_rank_0_reports_a_removed_run_folder_under_another_launcher(echelon, tmp_path):
-    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
+    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "echelon"]
     with subprocess.Popen([*command, *COMMAND[:2]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.dist
 CONFIG = ",".join(f"{key}: {value}" for key, value in RECIPE["model"]["config"].items())
 TINY = (
     f"model.config={{{CONFIG}}}", "tokenizer=bytes", "data.train=text.txt", "data.sequence_len=32", "train.steps=4",
-    "train.global_batch_size=4", "train.eval_every=2", "train.log_every=2", "optim.warmup_steps=1",
-    "checkpoint.every_steps=4",
+    "train.global_batch_size=4", "train.eval_every=2", "train.log_every=2", "optim.warmup=1",
+    "checkpoint.every=4",
 )  # fmt: skip
 PARTS = ("== training ", "== evaluating ", "== letting it continue ", "== drawing ", "== done in ")
 

@@ -209,7 +209,7 @@ def answers(folder):
         rollout={"max_new_tokens": 6},
         train={"steps": 16, "global_batch_size": 8, "log_every": 1, "eval_every": 8, "compile": False},
         optim={"learning_rate": 1e-2, "schedule": "constant"},
-        checkpoint={"every_steps": 4},
+        checkpoint={"every": 4},
     )
     return folder
 

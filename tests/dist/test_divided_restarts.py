@@ -61,7 +61,7 @@ def trained(path):
 @pytest.mark.parametrize(("parallel", "ranks", "model"), PLANS, ids=[name_plan(each) for each, *_ in PLANS])
 def test_a_killed_rank_is_restarted_and_nothing_differs(echelon, tmp_path, parallel, ranks, model):
     train = {"steps": STEPS, "log_every": STEPS}
-    write_recipe(tmp_path, model=model, parallel=parallel, train=train, checkpoint={"every_steps": SAVED})
+    write_recipe(tmp_path, model=model, parallel=parallel, train=train, checkpoint={"every": SAVED})
     ending = echelon("train", "recipe.json", "run.dir=runs/whole", "--nproc", ranks)
     assert ending.code == 0, ending.err
     run = RunFolder(tmp_path / "runs" / "tiny")
@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_the_processes_that_are_left(echelon, tmp_path, paral
         model=MODEL,
         parallel={**parallel, "dp_shard": "auto"},
         optim={"schedule": "constant"},
-        checkpoint={"every_steps": 2},
+        checkpoint={"every": 2},
     )
     assert echelon("train", "recipe.json", "run.dir=runs/whole", "parallel=ddp", "--nproc", 1).code == 0
     assert echelon("train", "recipe.json", "train.steps=2", "--nproc", 4).code == 0

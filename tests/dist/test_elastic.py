@@ -78,7 +78,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
     recipe = write_recipe(
         tmp_path,
         train={"steps": STEPS, "log_every": 500, "global_batch_size": 3},
-        checkpoint={"every_steps": 50},
+        checkpoint={"every": 50},
         optim={"learning_rate": 1e-4},
     )
     assert echelon("train", recipe, "run.dir=runs/whole", "--nproc", "1").code == 0
@@ -119,7 +119,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
 
 
 def test_losing_the_agent_with_the_store_ends_all_and_the_same_command_resumes(echelon, tmp_path, port):
-    write_recipe(tmp_path, train={"steps": 400, "log_every": 100}, checkpoint={"every_steps": 20})
+    write_recipe(tmp_path, train={"steps": 400, "log_every": 100}, checkpoint={"every": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
     host = start_agent(tmp_path, "host", port, hosts=True)
     deadline = time.monotonic() + 60

@@ -25,7 +25,7 @@ def test_a_checkpoint_is_measured_while_the_training_goes_on(echelon, tmp_path, 
         tmp_path,
         train={"steps": 100_000, "log_every": 100_000, "eval_every": 10},
         evaluate={"batches": 1, "tasks": ["sums.jsonl"], "tasks_every": 10},
-        checkpoint={"every_steps": 10, "keep_last": 10_000},
+        checkpoint={"every": 10, "keep_last": 10_000},
     )
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start("train", "recipe.json", "--nproc", "2", cwd=tmp_path)

@@ -50,7 +50,7 @@ def attack(port, payload):
 def job(monkeypatch, tmp_path):
     """A job of two processes that trains until it is stopped."""
     monkeypatch.setenv(MARK, str(tmp_path))
-    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
+    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every": 100_000})
     yield start("train", "recipe.json", "--nproc", "2", cwd=tmp_path)
     assert_no_orphan()
 

@@ -167,7 +167,9 @@ TRIALS = {
     "qlora": Trial((*TRAIN, "adapter.method=qlora", "adapter.r=4"), "peft"),
     "tensorboard": Trial((*TRAIN, "track=[tensorboard]"), "tensorboard", makes="runs/tiny/tensorboard/events*"),
     "mlflow": Trial((*TRAIN, "track=[mlflow]"), "mlflow", makes="runs/mlflow.db"),
-    "wandb": Trial((*TRAIN, "track=[wandb]", "wandb.mode=offline"), "wandb", makes="runs/tiny/wandb/offline-run*"),
+    "wandb": Trial(
+        (*TRAIN, "track=[wandb]", "launch.env={WANDB_MODE: offline}"), "wandb", makes="runs/tiny/wandb/offline-run*"
+    ),
     "prometheus": Trial((*TRAIN, "track=[prometheus]"), "prometheus_client"),
     "opentelemetry": Trial((*TRAIN, "track=[opentelemetry]"), "opentelemetry.exporter.otlp.proto.http"),
     "data": Trial((*TRAIN, "data.train=text.parquet"), "pyarrow", prepare=write_table),

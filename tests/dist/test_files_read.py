@@ -69,7 +69,7 @@ def folder(monkeypatch, tmp_path):
         "train": {"steps": 4, "global_batch_size": 4, "eval_every": 2, "precision": "fp32"},
         "optim": {"learning_rate": 1e-3},
         "evaluate": {"batches": 1, "prompts": ["7 plus"], "prompt_tokens": 4},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every": 2},
     }  # fmt: skip
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     places = [f"{tmp_path / name}{os.sep}" for name in ("base", "prepared")]

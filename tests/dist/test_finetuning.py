@@ -64,7 +64,7 @@ def write_recipe(folder, **sections):
         "train": {"steps": STEPS, "global_batch_size": 4, "precision": "fp32", "eval_every": None},
         "optim": {"learning_rate": 1e-2},
         "evaluate": {"batches": 100},
-        "checkpoint": {"every_steps": 3},
+        "checkpoint": {"every": 3},
         "parallel": "ddp",
     }  # fmt: skip
     if sections.get("data", {}).get("validation"):
@@ -300,7 +300,7 @@ def test_full_training_grows_the_vocabulary(echelon, tmp_path, tied):
 @pytest.mark.slow
 def test_a_resumed_adapter_run_equals_an_uninterrupted_one(echelon, base, tmp_path):
     run = write_recipe(tmp_path, train={"steps": 120})
-    command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every_steps=10")
+    command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every=10")
     job = start(*command)
     await_line(run.events_path, '"event": "checkpoint", "step": 10', job, seconds=120)
     job.terminate()

@@ -122,7 +122,7 @@ def test_the_other_ranks_wait_for_the_debugger_without_a_limit(echelon, folder):
 
 @pytest.mark.slow
 def test_ctrl_c_saves_quit_does_not_and_both_resume(echelon, folder):
-    settings = ("train.steps=200", "train.log_every=1", "checkpoint.every_steps=2")
+    settings = ("train.steps=200", "train.log_every=1", "checkpoint.every=2")
     slow = "train.callbacks=[{name: 'parts:Diary', options: {at: null, seconds: 0.1}}]"
     terminal = train(folder, "here", *settings, slow)
     terminal.await_text(r"step +\d\d+/200")

@@ -41,7 +41,7 @@ def fine_tuning(folder, checkpoint, steps):
         adapter={"method": "lora", "r": 4},
         train={"steps": steps},
         optim={"schedule": "constant"},
-        checkpoint={"every_steps": 4},
+        checkpoint={"every": 4},
     )
 
 
@@ -97,7 +97,7 @@ def test_a_dataset_of_the_hub_is_prepared_while_a_run_trains(hub, tmp_path):
     """Its batches are those of the dataset prepared before, and a resume keeps its commit."""
     commit = push_texts(hub, tmp_path / "first", 0)
     source = {"path": "team/text", "format": "hub", "split": "train"}
-    sections = {"train": {"steps": 8, "eval_every": None}, "checkpoint": {"every_steps": 4}}
+    sections = {"train": {"steps": 8, "eval_every": None}, "checkpoint": {"every": 4}}
     data = {"train": [source], "sequence_len": 64, "validation_fraction": 0}
     write_recipe(tmp_path, data=data, **sections)
     whole = echelon(tmp_path, "train", "recipe.json", "--nproc", "1", "run.dir=whole/tiny")

@@ -43,7 +43,7 @@ def run(hub, tmp_path):
         tokenizer=None,
         adapter={"method": "lora", "r": 4},
         train={"steps": 3},
-        checkpoint={"every_steps": 3},
+        checkpoint={"every": 3},
     )
     assert finish(start("train", "recipe.json", "--nproc", "1", cwd=tmp_path), 300).code == 0
     return tmp_path / "runs" / "tiny"

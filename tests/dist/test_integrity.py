@@ -70,7 +70,7 @@ def steps_of(run):
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_reported_and_removed(echelon, tmp_path):
-    write_recipe(tmp_path, checkpoint={"every_steps": 2})
+    write_recipe(tmp_path, checkpoint={"every": 2})
     run = RunFolder(tmp_path / "runs" / "tiny")
     train = ("train", "recipe.json", "--nproc", "2")
     assert echelon(*train).code == 0
@@ -147,7 +147,7 @@ def test_saving_is_tested_before_the_first_step(echelon, tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_fills_up_during_training(echelon, tmp_path):
     """Three consecutive failures end the run; if space is freed before, it continues exactly."""
-    write_recipe(tmp_path, train={"steps": 300, "log_every": 100}, checkpoint={"every_steps": 100, "keep_last": 2})
+    write_recipe(tmp_path, train={"steps": 300, "log_every": 100}, checkpoint={"every": 100, "keep_last": 2})
     disk = tmp_path / "disk"
     mount(disk, "4m")
     run = RunFolder(disk / "run")

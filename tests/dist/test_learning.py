@@ -32,14 +32,14 @@ BASE = {
     "tokenizer": "bytes",
     "data": {"train": "python-stdlib", "sequence_len": 128, "prepare_workers": 1},
     "train": {"steps": 100, "global_batch_size": 32, "eval_every": None, "precision": "bf16", "compile": False},
-    "optim": {"learning_rate": 2e-3, "warmup_steps": 10},
+    "optim": {"learning_rate": 2e-3, "warmup": 10},
     "evaluate": {"batches": 1},
 }  # fmt: skip
 TUNED = {
     "model": {"new_tokens": [END]},
     "data": {"train": "taught.jsonl", "sequence_len": 64, "document_separator": END, "validation_fraction": 0.02},
     "train": {"steps": 600, "global_batch_size": 16, "eval_every": None, "compile": False},
-    "optim": {"learning_rate": 2e-3, "warmup_steps": 20, "weight_decay": 0.0},
+    "optim": {"learning_rate": 2e-3, "warmup": 20, "weight_decay": 0.0},
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def test_what_killed_processes_leave_is_removed_by_the_next_start(tmp_path, monk
     (place := tmp_path / "temporary").mkdir()
     before = set(PLACE.glob("echelon-snapshots-*"))
     write_recipe(
-        tmp_path, train={"steps": 200, "eval_every": None}, checkpoint={"every_steps": 100, "snapshot_every_steps": 5}
+        tmp_path, train={"steps": 200, "eval_every": None}, checkpoint={"every": 100, "snapshot_every_steps": 5}
     )
     run = RunFolder(tmp_path / "runs" / "tiny")
     arguments = ("train", "recipe.json", "--nproc", "1")

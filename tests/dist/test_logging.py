@@ -75,7 +75,7 @@ def drain(terminal):
             pass
 
 
-LONG = {"train": {"steps": 400, "log_every": 5}, "checkpoint": {"every_steps": 20}}
+LONG = {"train": {"steps": 400, "log_every": 5}, "checkpoint": {"every": 20}}
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_one_process_holds_a_lock_until_it_ends(tmp_path, lockless):
 @pytest.mark.slow
 @pytest.mark.parametrize("lockless", ["ENOLCK"], indirect=True)
 def test_a_run_on_a_file_system_without_locks(tmp_path, lockless):
-    write_recipe(tmp_path, train={"steps": 2000, "eval_every": None}, checkpoint={"every_steps": 20})
+    write_recipe(tmp_path, train={"steps": 2000, "eval_every": None}, checkpoint={"every": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
     arguments = ("train", "recipe.json", "--nproc", "1")
     first = start(*arguments, cwd=tmp_path, **lockless)

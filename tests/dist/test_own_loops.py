@@ -89,7 +89,7 @@ NUMBER = 3
 @pytest.fixture
 def folder(echelon, tmp_path):
     (tmp_path / "loops.py").write_text(LOOPS)
-    write_recipe(tmp_path, train={"steps": 12, "eval_every": 4}, checkpoint={"every_steps": 4})
+    write_recipe(tmp_path, train={"steps": 12, "eval_every": 4}, checkpoint={"every": 4})
     return tmp_path
 
 
@@ -174,7 +174,7 @@ def test_a_wrong_loop_ends_with_one_message(echelon, folder, name, message):
 
 SMALL = (
     "--nproc", "2", "parallel=fsdp", "train.steps=6", "train.eval_every=3", "train.global_batch_size=4",
-    "data.train=text.txt", "data.sequence_len=32", "evaluate.batches=1", "checkpoint.every_steps=3",
+    "data.train=text.txt", "data.sequence_len=32", "evaluate.batches=1", "checkpoint.every=3",
 )  # fmt: skip
 TINY = "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
 
@@ -203,7 +203,7 @@ def teacher(echelon, folder):
 
 @pytest.mark.slow
 def test_the_pretraining_loop_trains(recipes):
-    steps = recipes("pretrain", *SMALL, f"model.config={TINY}", "optim.warmup_steps=4")
+    steps = recipes("pretrain", *SMALL, f"model.config={TINY}", "optim.warmup=4")
     assert [row["targets"] for row in steps] == [4 * 32] * 6
     # A warm-up of four steps, and a decay in the last fifth, which is the last step.
     shares = [row["learning_rate"] / 2e-3 for row in steps]

@@ -35,7 +35,7 @@ def folder(echelon, tmp_path):
     write_recipe(
         tmp_path, train={"steps": STEPS, "global_batch_size": 32, "log_every": 1},
         optim={"learning_rate": 2e-2, "schedule": "constant"},
-        checkpoint={"every_steps": 4},
+        checkpoint={"every": 4},
     )  # fmt: skip
     return tmp_path
 

@@ -21,7 +21,7 @@ WIDE = {
 def test_the_parts_of_a_step_add_up_to_its_time(echelon, tmp_path, parallel):
     write_recipe(
         tmp_path, model={"config": WIDE}, data={"train": "text.txt", "sequence_len": 128}, parallel=parallel,
-        train={"steps": 26, "global_batch_size": 16}, profile={"ranks": [0, 1]}, checkpoint={"every_steps": 100},
+        train={"steps": 26, "global_batch_size": 16}, profile={"ranks": [0, 1]}, checkpoint={"every": 100},
     )  # fmt: skip
     ended = echelon("train", "recipe.json", "--nproc", "2", "--profile")
     assert ended.code == 0 and "profile: steps 20 to 24 are in" in ended.out

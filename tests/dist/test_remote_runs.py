@@ -62,7 +62,7 @@ def test_a_run_that_lost_its_machine_equals_an_uninterrupted_one(echelon, server
         "train": {"steps": STEPS, "global_batch_size": 4, "eval_every": 50, "precision": "fp32"},
         "fault": {"notice_seconds": 15},
     }
-    write_recipe(tmp_path, checkpoint={"every_steps": 10}, **sections)
+    write_recipe(tmp_path, checkpoint={"every": 10}, **sections)
     run = RunFolder(tmp_path / "runs" / "tiny")
     assert echelon(*TRAIN).code == 0
     straight, straight_rows = tensors_of(run.path, STEPS), rows(run)
@@ -70,7 +70,7 @@ def test_a_run_that_lost_its_machine_equals_an_uninterrupted_one(echelon, server
 
     # The server is down for a while; then the machine is lost.
     url = f"s3://{BUCKET}/runs/tiny"
-    write_recipe(tmp_path, checkpoint={"every_steps": 10, "remote": url}, **sections)
+    write_recipe(tmp_path, checkpoint={"every": 10, "remote": url}, **sections)
     job = start(*TRAIN)
     await_events(run, "upload", job, 1)
     server.stop()
@@ -117,9 +117,7 @@ def test_a_run_that_lost_its_machine_equals_an_uninterrupted_one(echelon, server
 
 def test_a_stop_waits_for_its_upload(echelon, server, tmp_path):
     url = f"s3://{BUCKET}/runs/other"
-    write_recipe(
-        tmp_path, checkpoint={"every_steps": 100000, "remote": url}, train={"steps": 100000, "global_batch_size": 4}
-    )
+    write_recipe(tmp_path, checkpoint={"every": 100000, "remote": url}, train={"steps": 100000, "global_batch_size": 4})
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start(*TRAIN)
     await_line(run.metrics_path, '"step": 5,', job, seconds=120)

@@ -20,7 +20,7 @@ EXACT = (
     "step", "loss", "grad_norm", "reward", "solved", "reward_spread", "answer_tokens", "entropy", "batch_hash", "tokens"
 )  # fmt: skip
 SHORT = (
-    f"train.steps={STEPS}", "train.global_batch_size=128", "train.eval_every=20", "checkpoint.every_steps=4",
+    f"train.steps={STEPS}", "train.global_batch_size=128", "train.eval_every=20", "checkpoint.every=4",
     "train.log_every=1", "fault.max_restarts=20",
 )  # fmt: skip
 # A loop that is echelon's, on ranks that kill themselves: at a random moment while they sample, or at any moment.

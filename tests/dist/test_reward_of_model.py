@@ -48,7 +48,7 @@ def write_recipes(folder):
         "train": {"steps": 16, "global_batch_size": 32, "log_every": 1, "eval_every": 8, "precision": "fp32",
                   "compile": False},
         "optim": {"learning_rate": 2e-2, "schedule": "constant"},
-        "checkpoint": {"every_steps": 4},
+        "checkpoint": {"every": 4},
     }  # fmt: skip
     (folder / "scorer.json").write_text(json.dumps(scorer))
     (folder / "recipe.json").write_text(json.dumps(trained))

@@ -172,7 +172,7 @@ def test_training_goes_on_from_a_reward_model(echelon, base, tmp_path):  # noqa:
 @pytest.mark.parametrize("write", [write_reward, write_classifier], ids=["reward", "classification"])
 def test_a_resumed_run_equals_an_uninterrupted_one(echelon, base, tmp_path, write):  # noqa: F811
     run = write(tmp_path, train={"steps": 120})
-    command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every_steps=10")
+    command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every=10")
     job = start(*command)
     await_line(run.events_path, '"event": "checkpoint", "step": 10', job, seconds=120)
     job.terminate()

@@ -149,7 +149,7 @@ def test_memory_for_less_than_the_model_is_enough(echelon, tmp_path):
         adapter={"method": "lora", "r": 4},
         train={"steps": 2, "global_batch_size": 2},
         optim={"learning_rate": 1e-2},
-        checkpoint={"every_steps": 2},
+        checkpoint={"every": 2},
     )
     (tmp_path / "text.txt").write_text(TEXT[:5000])
     trained = echelon("train", "recipe.json", "--nproc", "1")

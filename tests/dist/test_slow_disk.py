@@ -42,7 +42,7 @@ class Steady(CausalLM):
 def train(folder, prepared):
     """Train in one process; return its tokens per second and the report."""
     (folder / "steady_parts.py").write_text(PARTS)
-    write_recipe(folder, objective={"name": "steady_parts:Steady"}, train={"steps": 40}, checkpoint={"every_steps": 40})
+    write_recipe(folder, objective={"name": "steady_parts:Steady"}, train={"steps": 40}, checkpoint={"every": 40})
     command = ("train", "recipe.json", "--nproc", "1", "--fresh", f"data.prepared_dir={folder / prepared}")
     ended = finish(start(*command, cwd=folder, PYTHONPATH=str(folder)), 120)
     assert ended.code == 0, ended.err

@@ -44,7 +44,7 @@ def rows(run):
 
 @pytest.mark.slow
 def test_a_lost_process_resumes_from_a_snapshot(echelon, tmp_path):
-    checkpoint = {"every_steps": 400, "snapshot_every_steps": 10}
+    checkpoint = {"every": 400, "snapshot_every_steps": 10}
     write_recipe(tmp_path, train={"steps": STEPS, "log_every": 100}, checkpoint=checkpoint, parallel="fsdp")
     run, whole = RunFolder(tmp_path / "runs" / "tiny"), RunFolder(tmp_path / "runs" / "whole")
     job = start(*COMMAND)
@@ -65,7 +65,7 @@ def test_a_lost_process_resumes_from_a_snapshot(echelon, tmp_path):
 
 @pytest.mark.slow
 def test_the_ranks_release_the_memory_of_a_killed_parent(echelon, tmp_path):
-    write_recipe(tmp_path, train={"steps": 100000}, checkpoint={"every_steps": 100000, "snapshot_every_steps": 5})
+    write_recipe(tmp_path, train={"steps": 100000}, checkpoint={"every": 100000, "snapshot_every_steps": 5})
     before, run = held(), RunFolder(tmp_path / "runs" / "tiny")
     job = start(*COMMAND)
     await_line(run.metrics_path, '"step": 20,', job, seconds=120)

@@ -102,7 +102,7 @@ def test_a_search_for_plans(tmp_path):
 def big_run(echelon, tmp_path):
     """A run of a step, with 100 MB of weights."""
     config = {"vocab_size": 200_000, "hidden_size": 64, "tie_word_embeddings": False}
-    path = write_recipe(tmp_path, train={"steps": 1, "global_batch_size": 1}, checkpoint={"every_steps": 1})
+    path = write_recipe(tmp_path, train={"steps": 1, "global_batch_size": 1}, checkpoint={"every": 1})
     recipe = json.loads(path.read_text())
     recipe["model"]["config"].update(config)
     path.write_text(json.dumps(recipe))

@@ -22,7 +22,7 @@ def run(tmp_path):
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
     write_recipe(
         tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50, "eval_every": 50},
-        checkpoint={"every_steps": 60}, evaluate={"batches": 2},
+        checkpoint={"every": 60}, evaluate={"batches": 2},
     )  # fmt: skip
     return RunFolder(tmp_path / "runs" / "tiny")
 
@@ -93,7 +93,7 @@ def test_an_interrupted_evaluation_is_repeated(echelon, run, tmp_path):
 def test_processes_that_do_not_stop_are_killed(echelon, run, how):
     """A hanging rank prevents the others from saving; the existing checkpoint stays valid."""
     notice = "fault.notice_seconds=60" if how == "a second signal" else "fault.notice_seconds=2"
-    job = start(*COMMAND, notice, "checkpoint.every_steps=5")
+    job = start(*COMMAND, notice, "checkpoint.every=5")
     await_line(run.metrics_path, '"step": 40,', job, seconds=120)
     process_of(run, 1).suspend()
     saved = run.newest_step()
@@ -106,7 +106,7 @@ def test_processes_that_do_not_stop_are_killed(echelon, run, how):
     assert ending.code == 1 and "stopped by SIGTERM; the newest checkpoint is step" in ending.err, ending
     assert_no_orphan()
     assert run.newest_step() >= saved
-    assert echelon(*COMMAND, "checkpoint.every_steps=5").code == 0
+    assert echelon(*COMMAND, "checkpoint.every=5").code == 0
 
 
 LEAVING = '''

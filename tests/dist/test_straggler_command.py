@@ -42,7 +42,7 @@ def test_a_slow_rank_is_named_and_ends_the_run(tmp_path, parallel):
         train={"steps": 400, "global_batch_size": 16},
         parallel=parallel,
         fault={"on_straggler": "stop"},
-        checkpoint={"every_steps": 1000},
+        checkpoint={"every": 1000},
     )
     ended = finish(start("train", "recipe.json", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(tmp_path)), 150)
     assert ended.code == 3, ended.out + ended.err

@@ -64,7 +64,7 @@ def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_
     sections = {
         "model": {"config": CONFIG},
         "train": {"steps": STEPS, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
-        "checkpoint": {"every_steps": 20},
+        "checkpoint": {"every": 20},
     }
     data = {"sequence_len": 1024, "validation_fraction": 0}
     write_recipe(tmp_path, data={**data, "train": "text"}, **sections)
@@ -139,7 +139,7 @@ def test_packed_conversations_are_streamed_exactly(echelon, server, tmp_path):
         data={"train": address, "sequence_len": 512, "stream": {"window": 64}, "chat_template": "chatml",
               "validation_fraction": 0},
         train={"steps": 30, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
-        checkpoint={"every_steps": 10},
+        checkpoint={"every": 10},
         optim={"learning_rate": 1e-3, "schedule": "constant"},
     )  # fmt: skip
     straight = echelon("train", "recipe.json", "--nproc", "2", "run.name=straight")
@@ -166,7 +166,7 @@ def test_an_object_that_changes_under_a_run_stops_it(echelon, server, tmp_path):
         model={"config": CONFIG},
         data={"train": address, "sequence_len": 1024, "stream": {"window": 256}, "validation_fraction": 0},
         train={"steps": STEPS, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
-        checkpoint={"every_steps": 10},
+        checkpoint={"every": 10},
     )
     changed = []
 

@@ -57,7 +57,7 @@ def test_one_tracking_run_across_a_resume_with_a_registered_model(echelon, tmp_p
     # The learning rate must not depend on the number of steps.
     flat = {"learning_rate": 1e-3, "min_learning_rate_fraction": 1.0}
     write_recipe(
-        tmp_path, train={"steps": 4, "eval_every": 2}, optim=flat, track=["mlflow"], mlflow={"register_model": "tiny"}
+        tmp_path, train={"steps": 4, "eval_every": 2}, optim=flat, track=["mlflow"], mlflow={"log_model": "tiny"}
     )
     run = RunFolder(Path("runs/tiny"))
     first = echelon("train", "recipe.json", "--nproc", "1")
@@ -77,7 +77,9 @@ def test_one_tracking_run_across_a_resume_with_a_registered_model(echelon, tmp_p
     check_model(client, found.info.run_id)
     # Nothing is missing, so nothing is opened.
     assert "track:" not in echelon("train", "recipe.json", "train.steps=7").out
-    ending = echelon("train", "recipe.json", "train.steps=7", "track=[mlflow, wandb]", "wandb.mode=offline")
+    ending = echelon(
+        "train", "recipe.json", "train.steps=7", "track=[mlflow, wandb]", "launch.env={WANDB_MODE: offline}"
+    )
     assert ending.code == 0 and "track: wandb run" in ending.out
     assert list((run.path / "wandb").glob("offline-run-*/*.wandb"))
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
@@ -171,7 +173,7 @@ def server(tmp_path):
 def test_killing_the_server_during_a_run_loses_nothing(echelon, tmp_path, server, returns):
     """Rank 1 is suspended meanwhile, so that the run waits on a machine of any speed."""
     write_recipe(
-        tmp_path, train={"steps": 1200, "log_every": 100}, checkpoint={"every_steps": 600}, track=["mlflow"],
+        tmp_path, train={"steps": 1200, "log_every": 100}, checkpoint={"every": 600}, track=["mlflow"],
         mlflow={"tracking_uri": server.uri, "log_model": True},
     )  # fmt: skip
     run = RunFolder(tmp_path / "runs" / "tiny")

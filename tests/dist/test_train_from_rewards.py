@@ -77,7 +77,7 @@ def folder(echelon, tmp_path):
         reward="letters:small_letters",
         train={"steps": STEPS, "global_batch_size": 32, "log_every": 1, "eval_every": 8, "compile": False},
         optim={"learning_rate": 2e-2, "schedule": "constant"},
-        checkpoint={"every_steps": 4},
+        checkpoint={"every": 4},
     )
     return tmp_path
 
@@ -157,8 +157,8 @@ def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("rollout.updates=3", "objective.clip_high=0.28", "objective.normalize=token"),
-        ("objective.advantage=leave_one_out", "objective.normalize=constant", "rollout.skip_uniform_groups=true"),
+        ("rollout.updates=3", "objective.clip=[0.2, 0.28]", "objective.normalize=token"),
+        ("objective.advantage=leave_one_out", "objective.normalize=constant", "rollout.skip=[uniform]"),
         ("objective.ratio=sequence", "objective.kl_weight=0.05", "rollout.updates=2", "rollout.temperature=0.9"),
         ("rollout.sampler=transformers", "rollout.temperature=0.9"),
         (

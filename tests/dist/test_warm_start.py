@@ -95,7 +95,7 @@ def test_a_restart_starts_no_interpreter(monkeypatch, tmp_path):
         f"with open({str(tmp_path / 'interpreters')!r}, 'a') as file:\n"
         "    file.write(json.dumps({'pid': os.getpid(), 'argv': sys.orig_argv}) + '\\n')\n"
     )
-    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 5})
+    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every": 5})
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start("train", "recipe.json", "--nproc", "2", PYTHONPATH=str(tmp_path))
     await_line(run.events_path, '"event": "checkpoint"', job, 300)

@@ -40,9 +40,7 @@ def test_a_run_is_the_native_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_worker_is_restarted_from_the_newest_checkpoint(tmp_path):
-    recipe = write_recipe(
-        tmp_path, **MORE, train={"steps": 40}, checkpoint={"every_steps": 2}, fault={"max_restarts": 1}
-    )
+    recipe = write_recipe(tmp_path, **MORE, train={"steps": 40}, checkpoint={"every": 2}, fault={"max_restarts": 1})
     process = start("train", str(recipe), "--nproc", "2", cwd=tmp_path)
     run = RunFolder(tmp_path / "runs" / "tiny")
     await_line(run.path / "events.jsonl", '"checkpoint"', process, SECONDS)

@@ -76,7 +76,9 @@ def test_losses_and_norms_are_those_of_native(text: Path, tmp_path: Path, ranks:
 @pytest.mark.slow
 def test_small_groups_and_tied_weights_change_nothing(text: Path, tmp_path: Path) -> None:
     row = with_ranks(Row(family="gpt2", tied=True, checkpointing="full"), 2, micro_batch=2)
-    grouped = by("horovod", row, fusion_threshold_mb=1, cycle_time_ms=5.0)
+    grouped = by("horovod", row)
+    variables = {"HOROVOD_FUSION_THRESHOLD": str(2**20), "HOROVOD_CYCLE_TIME": "5"}
+    grouped = replace(grouped, changes={**grouped.changes, "launch": {"env": variables}})
     assert_equal(train(grouped, tmp_path / "horovod", text), train(row, tmp_path / "native", text))
 
 

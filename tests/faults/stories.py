@@ -41,7 +41,7 @@ RECIPE = "story.json"
 STEPS = 180
 SECTIONS = {
     "train": {"global_batch_size": 12, "log_every": 90, "eval_every": 20},
-    "checkpoint": {"every_steps": 20, "keep_last": 2},
+    "checkpoint": {"every": 20, "keep_last": 2},
     "evaluate": {"batches": 12},
     "fault": {"max_restarts": 20},
 }

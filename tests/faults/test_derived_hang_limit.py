@@ -54,7 +54,7 @@ def train(folder, hangs):
     (folder / "slow_parts.py").write_text(PARTS)
     write_recipe(
         folder, objective={"name": "slow_parts:Slow", "options": {"hangs": hangs}}, parallel="ddp",
-        train={"steps": 20, "eval_every": 20}, fault={"max_restarts": 0}, checkpoint={"every_steps": 18},
+        train={"steps": 20, "eval_every": 20}, fault={"max_restarts": 0}, checkpoint={"every": 18},
         evaluate={"prompts": ["a"], "prompt_tokens": 6},
     )  # fmt: skip
     return finish(start("train", "recipe.json", "--nproc", "2", cwd=folder, PYTHONPATH=str(folder)), 180)

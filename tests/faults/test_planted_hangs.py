@@ -69,7 +69,7 @@ def hang(folder, how, parallel):
     (folder / "hanging_parts.py").write_text(PARTS)
     write_recipe(
         folder, objective={"name": "hanging_parts:Hang", "options": {"how": how}}, parallel=parallel,
-        train={"steps": 20}, fault={"hang_seconds": 4, "max_restarts": 0}, checkpoint={"every_steps": 1000},
+        train={"steps": 20}, fault={"hang_seconds": 4, "max_restarts": 0}, checkpoint={"every": 1000},
     )  # fmt: skip
     ended = finish(start("train", "recipe.json", "--nproc", "2", cwd=folder, PYTHONPATH=str(folder)), 120)
     assert ended.code == 1

@@ -48,7 +48,7 @@ class Job(Struck):
         }
         write_recipe(
             folder, model={"config": sections.pop("model", MODEL)}, train=train, parallel=parallel,
-            checkpoint={"every_steps": 20, **sections.pop("checkpoint", {})},
+            checkpoint={"every": 20, **sections.pop("checkpoint", {})},
             sync=sync or {"name": "quorum", "replicas": replicas},
             fault={"verify_replicas_every": 5, "hang_seconds": 120, **sections.pop("fault", {})}, **sections,
         )  # fmt: skip

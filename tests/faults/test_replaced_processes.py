@@ -22,7 +22,7 @@ class RankJob(Job):
 
     def __init__(self, folder, ranks, parallel, **sections):
         fault = {"on_lost_process": "replace", "verify_replicas_every": None}
-        checkpoint = {"every_steps": 25, "snapshot_every_steps": 4, **sections.pop("checkpoint", {})}
+        checkpoint = {"every": 25, "snapshot_every_steps": 4, **sections.pop("checkpoint", {})}
         sections = {"sync": {"name": "every_step"}, "model": LLAMA, **sections}
         super().__init__(folder, STEPS, ranks, parallel=parallel, fault=fault, checkpoint=checkpoint, **sections)
 
@@ -64,7 +64,7 @@ def assert_as_undisturbed(job):
 
 def test_a_lost_process_is_replaced(tmp_path):
     """The first one, which writes the run's files; its state comes from the memory of the other one."""
-    job = RankJob(tmp_path, 2, "fsdp", checkpoint={"every_steps": 1000}).begin()
+    job = RankJob(tmp_path, 2, "fsdp", checkpoint={"every": 1000}).begin()
     job.until(lambda: job.last_step() >= 10)
     job.lose(0)
     ending = job.end()

@@ -84,7 +84,7 @@ class Case(NamedTuple):
         train = {"steps": self.steps, "global_batch_size": 12, "log_every": 50, "eval_every": 15}
         train["callbacks"] = ["pace:Pace"]
         fault = {"hang_seconds": 120, "verify_replicas_every": None if self.is_replaced else 5}
-        checkpoint = {"every_steps": 25}
+        checkpoint = {"every": 25}
         sections = {"parallel": self.parallel, "train": train, "fault": fault, "checkpoint": checkpoint}
         if self.is_replaced:
             fault["on_lost_process"], checkpoint["snapshot_every_steps"] = "replace", 4

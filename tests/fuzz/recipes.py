@@ -50,12 +50,11 @@ optim:
   learning_rate_multipliers: {"*wte*": 0.5}
   betas: [0.9, 0.95]
   schedule: wsd
-  schedule_unit: tokens
-  warmup_tokens: 1e4
+  warmup: 1e4 tokens
   decay_fraction: 0.3
   max_grad_norm: null
 parallel: {dp_replicate: 1, dp_shard: auto, reshard_after_forward: true}
-checkpoint: {every_steps: 50, keep_last: 2, keep_best: true, async: false}
+checkpoint: {every: 50, keep_last: 2, keep_best: true, async: false}
 evaluate: {batches: 2, prompts: ["Once", "def "], early_stopping: 3}
 fault: {notice_seconds: 30}
 """

@@ -66,7 +66,7 @@ class StoredFiles:
             tokenizer={"train": {"vocab_size": 300}},
             data={"prepare_workers": 1, "prepared_dir": str(root / "prepared")},
             train={"steps": 4, "eval_every": 100},
-            checkpoint={"every_steps": 2},
+            checkpoint={"every": 2},
         )
         text = (root / "text.txt").absolute()
         recipe, _ = load_recipe(recipe_path, [f"data.train={text}"])

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 STEPS, EVERY = 600, 100
 OVERRIDES = (
-    "model.attn_implementation=eager", "train.compile=false", f"checkpoint.every_steps={EVERY}",
+    "model.attn_implementation=eager", "train.compile=false", f"checkpoint.every={EVERY}",
     "checkpoint.keep_last=100", "evaluate.batches=1000",
 )  # fmt: skip
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")

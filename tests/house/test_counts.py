@@ -86,11 +86,11 @@ def count_test_lines() -> int:
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: count_files(ECHELON), 613, 0),
     "lines": (lambda: count_lines(ECHELON), 96_990, 250),
-    "raises with a text": (lambda: count_raises(ECHELON), 1_384, 5),
+    "raises with a text": (lambda: count_raises(ECHELON), 1_380, 5),
     "vague names of variables": (lambda: count_vague_names(ECHELON), 280, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 20, 0),
-    "recipe keys": (lambda: count_keys(Recipe), 321, 0),
+    "recipe keys": (lambda: count_keys(Recipe), 290, 0),
     "commands": (lambda: count_commands(get_command(app)), 21, 0),
     "lines of tests": (count_test_lines, 82_720, 500),
 }

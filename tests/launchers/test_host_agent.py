@@ -95,7 +95,7 @@ def assert_same_curve(ours, theirs):
 
 
 def test_a_killed_rank_is_restarted_and_the_curve_equals_one_process(agents, tmp_path):
-    write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every_steps": 20})
+    write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
     coordinator, guest = agents()
     await_line(run.metrics_path, '"step": 30,', coordinator, 120)
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_restarted_and_the_curve_equals_one_process(agents, tmp
 
 def test_a_malicious_rendezvous_state_is_not_executed_and_ends_all(agents, tmp_path):
     """Anyone who can reach the port can write to the store."""
-    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
+    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every": 100_000})
     coordinator, guest = agents()
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', coordinator, 120)
     assert {address for _, address, _ in find_listeners()} == {"127.0.0.1"}, "the interface that they talk over"
@@ -127,7 +127,7 @@ def test_a_malicious_rendezvous_state_is_not_executed_and_ends_all(agents, tmp_p
 
 
 def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path):
-    write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every_steps": 1000})
+    write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
     coordinator, guest = agents()
     await_line(run.metrics_path, '"step": 30,', coordinator, 120)
@@ -146,7 +146,7 @@ def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path
 def test_a_machine_whose_others_are_replaced_waits_for_them_in_place(agents, tmp_path, monkeypatch, leaves, how):
     """As in the pods of an operator that counts each container that ends."""
     monkeypatch.setenv("ECHELON_AWAITS_MACHINES", "1")
-    write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every_steps": 20})
+    write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
     pods = list(agents())
     command = pods[0].args[pods[0].args.index("train") :]
@@ -167,7 +167,7 @@ def test_a_machine_whose_others_are_replaced_waits_for_them_in_place(agents, tmp
 
 def test_no_machine_waits_if_all_are_told_to_stop(agents, tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_AWAITS_MACHINES", "1")
-    write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every_steps": 1000})
+    write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every": 1000})
     pods = agents()
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 30,', pods[0], 120)
     pods[1].send_signal(signal.SIGTERM)
@@ -177,7 +177,7 @@ def test_no_machine_waits_if_all_are_told_to_stop(agents, tmp_path, monkeypatch)
 
 
 def test_each_machine_tells_the_loss_of_another_one(tmp_path):
-    write_recipe(tmp_path, train={"steps": 5000, "global_batch_size": 6}, checkpoint={"every_steps": 10})
+    write_recipe(tmp_path, train={"steps": 5000, "global_batch_size": 6}, checkpoint={"every": 10})
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
     command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
@@ -223,7 +223,7 @@ def test_machines_without_a_shared_folder_resume_from_one_checkpoint(tmp_path):
     machines = [tmp_path / "one", tmp_path / "two"]
     for folder in machines:
         folder.mkdir()
-        write_recipe(folder, train={"steps": 120}, checkpoint={"every_steps": 20}, parallel="fsdp")
+        write_recipe(folder, train={"steps": 120}, checkpoint={"every": 20}, parallel="fsdp")
     names = ["127.0.0.1", "127.0.0.2"]
 
     def start_both():
@@ -250,7 +250,7 @@ def test_machines_without_a_shared_folder_resume_from_one_checkpoint(tmp_path):
 
 def test_a_background_job_is_watched_and_cancelled(tmp_path):
     """`--to local`: launch, status, cancel, launch again until the end."""
-    write_recipe(tmp_path, train={"steps": 3000}, checkpoint={"every_steps": 1000})
+    write_recipe(tmp_path, train={"steps": 3000}, checkpoint={"every": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
     launched = finish(start("launch", "recipe.json", "--to", "local", cwd=tmp_path), 60)
     assert launched.code == 0, launched

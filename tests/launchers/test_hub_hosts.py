@@ -49,7 +49,7 @@ def fine_tuning(folder, checkpoint, parallel):
         tokenizer=None,
         adapter={"method": "lora", "r": 4},
         train={"steps": STEPS},
-        checkpoint={"every_steps": STEPS},
+        checkpoint={"every": STEPS},
         parallel=parallel,
     )
 

@@ -30,7 +30,7 @@ def write_saving_recipe(folder, steps):
         folder,
         train={"steps": steps, "log_every": 500},
         optim=GENTLE,
-        checkpoint={"every_steps": 50},
+        checkpoint={"every": 50},
         fault={"hang_seconds": 10},
     )
     return RunFolder(folder / "runs" / "tiny")
@@ -225,7 +225,7 @@ def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole
         tmp_path,
         train={"steps": 600, "log_every": 500},
         optim=GENTLE,
-        checkpoint={"every_steps": 20},
+        checkpoint={"every": 20},
         fault={"hang_seconds": 5},
     )
     run = RunFolder(tmp_path / "runs" / "tiny")
@@ -252,7 +252,7 @@ def test_plain_torchrun_survives_the_loss_of_a_host(tmp_path, whole):
         tmp_path,
         train={"steps": 600, "log_every": 500},
         optim=GENTLE,
-        checkpoint={"every_steps": 50},
+        checkpoint={"every": 50},
         fault={"hang_seconds": 10},
     )
     run = RunFolder(tmp_path / "runs" / "tiny")

@@ -43,7 +43,7 @@ class Job:
         self.folder = network[0].folder
         self.run = RunFolder(self.folder / "runs" / "tiny")
         write_recipe(
-            self.folder, model={"config": MODEL}, parallel=parallel, checkpoint={"every_steps": 20},
+            self.folder, model={"config": MODEL}, parallel=parallel, checkpoint={"every": 20},
             train={"steps": steps, "global_batch_size": 12, "log_every": 500, "eval_every": 40},
             optim={"learning_rate": rate},  # so that rounding does not grow over some hundred steps
             sync={"name": "quorum", "replicas": len(network) - spares, **sync}, fault={"hang_seconds": 120},

@@ -147,7 +147,7 @@ def test_a_cancelled_job_saves_and_the_next_one_resumes_it(desk):
 
 def test_a_lost_machine_is_replaced_and_training_resumes_from_a_checkpoint(desk, cluster, tmp_path):
     train = {"steps": 400, "log_every": 500}
-    desk.write({"nodes": 2}, train=train, checkpoint={"every_steps": 20})
+    desk.write({"nodes": 2}, train=train, checkpoint={"every": 20})
     job = desk.launch()
     desk.await_step(50, job)
     names = re.search(r"trains on 2 machine\(s\): (\S+), (\S+);", desk("logs", job)[1])
@@ -166,14 +166,14 @@ def test_a_lost_machine_is_replaced_and_training_resumes_from_a_checkpoint(desk,
         cluster.await_nodes()
 
 
-HALF = {"cpus_per_node": 0, "resources": {"half": 1}}
+HALF = {"resources": {"CPU": 0, "half": 1}}
 
 
 @pytest.mark.parametrize(("nodes", "bundle", "index"), [("1:3", {}, 2), ("2:3", HALF, 1)], ids=["whole", "half"])
 def test_an_elastic_job_goes_on_without_a_lost_machine_and_takes_it_back(desk, cluster, nodes, bundle, index):
     """The second time one of the fewest machines, whose bundle Ray moves to the third, which has an agent already."""
     train = {"steps": 100_000, "global_batch_size": 6, "log_every": 500}
-    desk.write({"nodes": nodes, "ray": bundle}, train=train, checkpoint={"every_steps": 50})
+    desk.write({"nodes": nodes, "ray": bundle}, train=train, checkpoint={"every": 50})
     job = desk.launch()
     desk.await_log(job, "plan: ddp on 3 processes")
     desk.await_step(20, job)
@@ -199,7 +199,7 @@ def test_an_elastic_job_goes_on_without_a_lost_machine_and_takes_it_back(desk, c
 
 
 def test_a_killed_ray_worker_takes_its_agent_along_and_is_replaced(desk):
-    desk.write({"nodes": 1}, train={"steps": 600, "log_every": 500}, checkpoint={"every_steps": 20})
+    desk.write({"nodes": 1}, train={"steps": 600, "log_every": 500}, checkpoint={"every": 20})
     job = desk.launch()
     desk.await_step(30, job)
     workers = [process for process in psutil.process_iter() if process.name().startswith("ray::Machine")]

@@ -35,7 +35,7 @@ class RankJob(Job):
         write_recipe(
             self.folder, model={"config": LLAMA}, parallel=parallel,
             train={"steps": STEPS, "global_batch_size": 12, "log_every": 20, "eval_every": 25},
-            checkpoint={"every_steps": RARELY, "snapshot_every_steps": 4},
+            checkpoint={"every": RARELY, "snapshot_every_steps": 4},
             fault={"on_lost_process": "replace", "hang_seconds": 120},
         )  # fmt: skip
         self.case = f"replace, {'fsdp x tp' if isinstance(parallel, dict) else parallel}"

@@ -69,7 +69,7 @@ def test_started_by_plain_torchrun(tmp_path, sync):
 def test_a_process_killed_on_one_machine_restarts_all(tmp_path, sync):
     """The killed process is a worker that is no server, where the servers are fewer than the workers."""
     steps = 60
-    write_recipe(tmp_path, train={"steps": steps, "log_every": 500}, checkpoint={"every_steps": 10}, sync=sync,
+    write_recipe(tmp_path, train={"steps": steps, "log_every": 500}, checkpoint={"every": 10}, sync=sync,
                  parallel="ddp")  # fmt: skip
     run = RunFolder(tmp_path / "runs" / "tiny")
     with machines(2, tmp_path) as network:

@@ -71,7 +71,7 @@ def submit(tmp_path, monkeypatch):
         launch = {"nproc_per_node": 2 // nodes, "sagemaker": SETTINGS} | sections.pop("launch", {})
         launch.setdefault("nodes", nodes)
         train = RECIPE["train"] | {"steps": STEPS}
-        recipe = RECIPE | {"train": train, "checkpoint": {"every_steps": 50}, "parallel": "fsdp"} | sections
+        recipe = RECIPE | {"train": train, "checkpoint": {"every": 50}, "parallel": "fsdp"} | sections
         (place / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"track": ["tensorboard"], "launch": launch}))
         monkeypatch.setattr("sys.argv", ["echelon", "launch", "recipe.yaml", "--to", "sagemaker"])
         with pytest.raises(SystemExit) as ended:

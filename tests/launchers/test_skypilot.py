@@ -63,7 +63,7 @@ def test_a_stopped_task_goes_on_elsewhere_from_its_remote_checkpoint(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     sections = {
         "train": RECIPE["train"] | {"steps": STEPS},
-        "checkpoint": {"every_steps": 10, "remote": f"file://{tmp_path}/store"},
+        "checkpoint": {"every": 10, "remote": f"file://{tmp_path}/store"},
         "launch": {"to": "skypilot", "nodes": 2, "nproc_per_node": 1, "python": sys.executable},
     }
     recipe, _ = parse_recipe(yaml.safe_dump(RECIPE | sections), "recipe.yaml", [])

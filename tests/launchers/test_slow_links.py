@@ -35,7 +35,7 @@ def train(folder, **sections):
     """The rows of a run on two machines whose link has 100 Mbit/s, and the bytes that one of them sent."""
     folder.mkdir()
     given = {"steps": STEPS, "log_every": 500, "eval_every": STEPS} | sections.pop("train", {})
-    write_recipe(folder, model={"config": WIDE}, train=given, checkpoint={"every_steps": STEPS}, **sections)
+    write_recipe(folder, model={"config": WIDE}, train=given, checkpoint={"every": STEPS}, **sections)
     with machines(2, folder) as network:
         for machine in network:
             machine.slow(100)

@@ -115,7 +115,7 @@ def test_slurm_reads_the_options_of_the_golden_scripts(slurm, script):
 
 
 def test_two_machines_equal_one_machine_with_two_processes(desk):
-    name, number = desk.launch("launch.nodes=2", "launch.slurm.partition=low", "launch.max_hours=1")
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options.partition=low", "launch.max_hours=1")
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     assert "done" in desk.echelon("status", name) and "step 6" in desk.echelon("status", name)
     assert desk.echelon("logs", number) == desk.output(name)
@@ -139,7 +139,7 @@ def test_two_machines_equal_one_machine_with_two_processes(desk):
 def test_replicas_agree_between_the_machines_of_a_job(desk, sync):
     """As between two processes of one machine; with asynchronous servers losses depend on time."""
     words = (f"sync={json.dumps(sync)}", "parallel=ddp")
-    name, number = desk.launch("launch.nodes=2", "launch.slurm.partition=low", *words)
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options.partition=low", *words)
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     assert f"sync: {sync['name']}, 2 " in desk.output(name)
     desk.echelon("train", "recipe.yaml", "run.name=here", "--nproc", 2, *words)
@@ -149,7 +149,7 @@ def test_replicas_agree_between_the_machines_of_a_job(desk, sync):
         assert [row["loss"] for row in there] == pytest.approx([row["loss"] for row in here], rel=1e-6)
 
 
-LONG = ("train.steps=800", "train.log_every=400", "checkpoint.every_steps=400")
+LONG = ("train.steps=800", "train.log_every=400", "checkpoint.every=400")
 
 
 def preempt(slurm):
@@ -170,7 +170,7 @@ def assert_resumed(desk, name, number, word):
 
 
 def test_preempted_job_saves_is_requeued_and_finishes(desk):
-    name, number = desk.launch("launch.nodes=2", "launch.slurm.partition=low", *LONG)
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options.partition=low", *LONG)
     desk.await_step(20)
     preempt(desk.slurm)
     desk.slurm.await_state(number, "PENDING")
@@ -179,7 +179,7 @@ def test_preempted_job_saves_is_requeued_and_finishes(desk):
 
 
 def test_job_preempted_with_grace_time_requeues_itself(desk):
-    name, number = desk.launch("launch.slurm.partition=grace", *LONG)
+    name, number = desk.launch("launch.slurm.options.partition=grace", *LONG)
     desk.await_step(20)
     preempt(desk.slurm)
     desk.slurm.await_state(number, "PENDING")
@@ -239,7 +239,7 @@ def test_failure_is_printed_once_and_a_refusal_quotes_slurm(desk):
     assert len(lines) == 1 and "text.txt" in lines[0], desk.output(name)
     assert "failed" in desk.echelon("status", name)
     (desk.folder / "text.txt").write_text(TEXT)
-    refused = desk.echelon("launch", "recipe.yaml", "--to", "slurm", "launch.slurm.partition=no such", code=1)
+    refused = desk.echelon("launch", "recipe.yaml", "--to", "slurm", "launch.slurm.options.partition=no such", code=1)
     assert "Invalid partition name specified" in refused
 
 
@@ -255,7 +255,7 @@ def test_each_machine_names_a_file_that_it_does_not_see(desk):
 
 
 def test_elastic_job_continues_when_a_machine_is_lost(desk):
-    name, number = desk.launch("launch.nodes='1:2'", "launch.slurm.cpus_per_task=1", *LONG)
+    name, number = desk.launch("launch.nodes='1:2'", "launch.slurm.options.cpus-per-task=1", *LONG)
     deadline = time.monotonic() + 90
     while "plan: ddp on 2 processes" not in desk.output(name):  # one machine may have begun alone
         assert time.monotonic() < deadline, desk.output(name)
@@ -277,7 +277,7 @@ LIVING = {"sync={name: quorum, replicas: 2}": "replica_lost", "fault.on_lost_pro
 @pytest.mark.parametrize("key", LIVING)
 def test_the_others_live_on_when_a_process_is_lost(desk, key):
     """A process of the machine that does not keep them."""
-    name, number = desk.launch("launch.nodes=2", "launch.slurm.cpus_per_task=1", key, *LONG)
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options.cpus-per-task=1", key, *LONG)
     desk.await_step(20)
     [agent] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
     [worker] = [child for child in agent.children(recursive=True) if "echelon.run.lifecycle.worker" in child.cmdline()]
@@ -290,7 +290,7 @@ def test_the_others_live_on_when_a_process_is_lost(desk, key):
 
 def test_a_quorum_goes_on_without_a_machine(desk):
     quorum = "sync={name: quorum, replicas: 2}"
-    name, number = desk.launch("launch.nodes=2", "launch.slurm.cpus_per_task=1", quorum, *LONG)
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options.cpus-per-task=1", quorum, *LONG)
     desk.await_step(20)
     [lost] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
     for process in (lost, *lost.children(recursive=True)):
@@ -303,7 +303,7 @@ def test_a_quorum_goes_on_without_a_machine(desk):
 
 
 def test_a_spare_machine_waits_until_the_job_ends(desk):
-    name, number = desk.launch("launch.nodes=1+1", "launch.slurm.cpus_per_task=1")
+    name, number = desk.launch("launch.nodes=1+1", "launch.slurm.options.cpus-per-task=1")
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     assert [row["step"] for row in desk.rows()] == list(range(1, 7))
     assert "plan: ddp on 1 process;" in desk.output(name) and "this machine is a spare" in desk.output(name)
@@ -402,7 +402,7 @@ def test_killed_sweep_of_a_grid_is_one_array_and_a_failing_trial_one_of_four(des
     write_sweep(
         desk,
         sweep={"name": "lr", "sampler": "grid", "parallel": 2},
-        set={"optim.warmup_steps": 1},
+        set={"optim.warmup": 1},
         search={"optim.learning_rate": rates},
     )
     process = start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env)
@@ -434,7 +434,7 @@ def test_stopped_sweep_cancels_its_array_and_resumes_with_another(desk):
     write_sweep(
         desk,
         sweep={"name": "lr", "sampler": "random", "trials": 3},
-        set={"train.steps": 300, "train.eval_every": 100, "checkpoint.every_steps": 100},
+        set={"train.steps": 300, "train.eval_every": 100, "checkpoint.every": 100},
         search={"optim.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}},
     )
     process = start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env)

@@ -45,7 +45,7 @@ def test_a_sweep_of_twelve_trials_killed_midway(here):
     rates, decays = [1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e30], [0.0, 0.5]
     write_sweep(
         sweep={"name": "lr", "sampler": "grid", "parallel": 2, "max_failures": 12},
-        set={"train.steps": 8, "train.eval_every": 4, "optim.warmup_steps": 1},
+        set={"train.steps": 8, "train.eval_every": 4, "optim.warmup": 1},
         search={"optim.learning_rate": rates, "optim.weight_decay": decays},
     )
     process = start("sweep", "sweep.yaml", cwd=here)
@@ -83,7 +83,7 @@ def test_a_sweep_of_twelve_trials_killed_midway(here):
 def test_a_worse_trial_is_pruned_and_a_stopped_sweep_resumes(here):
     write_sweep(
         sweep={"name": "p", "sampler": "grid", "pruner": "asha", "seed": 1},
-        set={"train.steps": 600, "train.eval_every": 20, "optim.warmup_steps": 1},
+        set={"train.steps": 600, "train.eval_every": 20, "optim.warmup": 1},
         search={"optim.learning_rate": [1e-2, 1e-7]},
     )
     process = start("sweep", "sweep.yaml", cwd=here)

@@ -269,9 +269,9 @@ def _prepare(folder: Path, run_name: str) -> tuple[Path, ParallelPlan]:
             "prepared_dir": str(text.parent / "prepared"), "prepare_workers": 1,
         },
         "train": {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32", "compile": False},
-        "optim": {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0},
+        "optim": {"learning_rate": 1e-3, "schedule": "constant", "warmup": 0},
         "parallel": "fsdp",
-        "checkpoint": {"every_steps": 1},
+        "checkpoint": {"every": 1},
     }  # fmt: skip
     path = folder / f"{run_name}.json"
     path.write_text(json.dumps(fields))

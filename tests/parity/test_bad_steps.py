@@ -136,7 +136,7 @@ def plant(pool, **faults):
 
 
 def with_fault(row, every_steps=2, **fault):
-    changes = {"fault": fault, "checkpoint": {"every_steps": every_steps}, "optim": {"weight_decay": 0.0}}
+    changes = {"fault": fault, "checkpoint": {"every": every_steps}, "optim": {"weight_decay": 0.0}}
     return replace(row, changes=changes)
 
 

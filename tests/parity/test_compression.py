@@ -147,7 +147,7 @@ def test_sockets_send_what_the_table_says(workers, ranks):
 
 
 def compressed(method, ranks=2, parallel="ddp", **numbers):
-    changes = {"sync": {"compress": {"method": method, **numbers}}, "checkpoint": {"every_steps": 4, "async": False}}
+    changes = {"sync": {"compress": {"method": method, **numbers}}, "checkpoint": {"every": 4, "async": False}}
     return with_ranks(Row(parallel, changes=changes), ranks, micro_batch=2)
 
 

@@ -24,7 +24,7 @@ PROMPTS = ["def add(", "x"]
 EVALUATION = {
     "train": {"eval_every": 2},
     "evaluate": {"batches": 2, "prompts": PROMPTS, "prompt_tokens": 12},
-    "checkpoint": {"every_steps": 4, "keep_best": True},
+    "checkpoint": {"every": 4, "keep_best": True},
 }
 
 
@@ -129,7 +129,7 @@ def test_samples_leave_no_trace_in_the_training(workers, text, tmp_path, row):
 
 
 def test_a_resumed_run_has_each_sample_once(workers, text, tmp_path, alone):
-    wanted = EVALUATION | {"checkpoint": {"every_steps": 3, "keep_best": False}}
+    wanted = EVALUATION | {"checkpoint": {"every": 3, "keep_best": False}}
     train(workers, Row(), tmp_path, text, stop_at=3, **wanted)
     # Step 4 was never saved: it, its evaluation and its samples come once more.
     with (tmp_path / "run" / "samples.jsonl").open("a") as file:

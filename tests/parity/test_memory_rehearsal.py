@@ -29,7 +29,7 @@ pytestmark = pytest.mark.dist
 # Each tensor that an MLP makes of one sequence takes 4 MiB, [256, 4096] in fp32, and of 4 sequences 16 MiB. All other
 # tensors, the gathered weights of a layer too, are smaller than that.
 MODEL = {"config": {**small_config("llama"), "intermediate_size": 4096}}
-ROW = {"model": MODEL, "data": {"sequence_len": 256}, "optim": {"warmup_steps": 1}}
+ROW = {"model": MODEL, "data": {"sequence_len": 256}, "optim": {"warmup": 1}}
 MIB = 1 << 20
 STEPS, SHORT_RANK = 2, 1
 FAILED = "can't allocate memory"

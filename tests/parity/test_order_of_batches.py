@@ -37,7 +37,7 @@ def mixture(tmp_path_factory):
     return {
         "data": {"train": write_sources(folder), "prepared_dir": str(folder / "prepared")},
         "train": {"global_batch_size": 16, "batch_ramp": RAMP},
-        "optim": {"schedule": "wsd", "schedule_unit": "tokens", "warmup_steps": 0, "warmup_tokens": 512},
+        "optim": {"schedule": "wsd", "warmup": "512 tokens"},
     }
 
 

@@ -34,7 +34,7 @@ def apart(name="diloco", parallel="ddp", ranks=2, every_steps=4, **sync):
     """A row of replicas that agree every 5 steps unless `sync` says otherwise."""
     changes = {
         "sync": {"name": name, "every": 5, **sync}, "optim": PLAIN,
-        "checkpoint": {"every_steps": every_steps, "async": False},
+        "checkpoint": {"every": every_steps, "async": False},
     }  # fmt: skip
     return with_ranks(Row(parallel, changes=changes), ranks, micro_batch=2)
 

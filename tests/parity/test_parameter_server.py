@@ -33,7 +33,7 @@ def served(ranks=2, servers=1, optimizer="adamw", optim=None, **sync):
     changes = {
         "sync": {"name": "parameter_server", "servers": servers, **sync},
         "optim": {"max_grad_norm": 1.0, **(optim or {})},
-        "checkpoint": {"every_steps": 4, "async": False},
+        "checkpoint": {"every": 4, "async": False},
     }
     return with_ranks(Row("ddp", optimizer=optimizer, changes=changes), ranks, micro_batch=2)
 

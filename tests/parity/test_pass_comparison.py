@@ -47,7 +47,7 @@ def plant(pool, faulty):
 
 
 def checked(row, every):
-    return replace(row, changes={"fault": {"verify_passes_every": every}, "checkpoint": {"every_steps": 2}})
+    return replace(row, changes={"fault": {"verify_passes_every": every}, "checkpoint": {"every": 2}})
 
 
 NAMED = [

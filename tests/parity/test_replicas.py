@@ -44,7 +44,7 @@ def plant(pool, flipping):
 
 
 def checked(row, every, every_steps=2):
-    return replace(row, changes={"fault": {"verify_replicas_every": every}, "checkpoint": {"every_steps": every_steps}})
+    return replace(row, changes={"fault": {"verify_replicas_every": every}, "checkpoint": {"every": every_steps}})
 
 
 NAMED = [

@@ -45,7 +45,7 @@ def saved_state(folder, step):
 def bigram_row(ranks, **fault):
     changes = {
         "optim": {"learning_rate": 3.0, "max_grad_norm": 1e-1}, "train": {"eval_every": 4}, "fault": fault,
-        "checkpoint": {"every_steps": 2}, "evaluate": {"prompts": ["def "], "prompt_tokens": 2},
+        "checkpoint": {"every": 2}, "evaluate": {"prompts": ["def "], "prompt_tokens": 2},
     }  # fmt: skip
     return with_ranks(Row("ddp", changes=changes), ranks, micro_batch=2)
 
@@ -112,7 +112,7 @@ def test_an_error_of_a_callback_ends_the_run_and_leaves_its_checkpoints(workers,
     assert trained(tmp_path) == trained(bigram[1])
 
 
-SPIKES = {"fault": {"on_bad_step": "skip", "spike_factor": 50.0, "spike_window": 3}, "checkpoint": {"every_steps": 4}}
+SPIKES = {"fault": {"on_bad_step": "skip", "spike_factor": 50.0, "spike_window": 3}, "checkpoint": {"every": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_repeated_step_and_late_metrics_change_nothing(workers, text, tmp_path
 
 
 LOCAL_SGD = "tests.parity.local_sgd:LocalSGD"
-APART = with_ranks(Row("ddp", changes={"checkpoint": {"every_steps": 4, "async": False}}), 2)
+APART = with_ranks(Row("ddp", changes={"checkpoint": {"every": 4, "async": False}}), 2)
 
 
 @pytest.fixture(scope="module")

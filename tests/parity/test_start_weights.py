@@ -48,7 +48,7 @@ def test_a_run_goes_on_under_a_new_schedule(workers, text, tmp_path):
     changes = {
         "model": {"checkpoint": str(tmp_path / "first" / "run"), "config": None},
         "train": {"eval_every": 1},
-        "optim": {"learning_rate": 1e-9, "warmup_steps": 4, "schedule": "constant", "weight_decay": 0.0},
+        "optim": {"learning_rate": 1e-9, "warmup": 4, "schedule": "constant", "weight_decay": 0.0},
     }
     rows = train(workers, Row(changes=changes), tmp_path / "second", text)
     trained = [row for row in rows if row["kind"] == "train"]

@@ -11,7 +11,7 @@ OWN = {
     "data": {"source": "tests.parity.weighted:Weighted"},
     "objective": {"name": "tests.parity.weighted:WeightedLoss"},
 }
-KEPT = {**OWN, "checkpoint": {"every_steps": 2}}
+KEPT = {**OWN, "checkpoint": {"every": 2}}
 
 
 @pytest.fixture(scope="module")

@@ -138,11 +138,11 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
             "precision": row.precision, "compile": row.compile, "activation_checkpointing": row.checkpointing,
             "eval_every": steps, "master_weights": row.master_weights,
         },
-        "optim": {"name": row.optimizer, "learning_rate": LEARNING_RATES.get(row.optimizer, 1e-3), "warmup_steps": 2},
+        "optim": {"name": row.optimizer, "learning_rate": LEARNING_RATES.get(row.optimizer, 1e-3), "warmup": 2},
         "evaluate": {"batches": 1},
         "parallel": row.parallel,
         "engine": row.engine,
-        "checkpoint": {"every_steps": steps, "async": True},
+        "checkpoint": {"every": steps, "async": True},
     }  # fmt: skip
     if row.adapter != "full":
         overrides["adapter"] = ADAPTERS[row.adapter]

@@ -53,7 +53,7 @@ def train_rank(rank, world_size, path, plan):
 def run_echelon(workers, row, folder, text):
     path = write_recipe(row, folder, text, steps=STEPS + 1)
     content = json.loads(path.read_text())
-    content["optim"]["warmup_steps"] = 0
+    content["optim"]["warmup"] = 0
     if row.adapter == "dora":
         content["optim"]["no_decay"] = []  # HF Trainer decays magnitudes
     path.write_text(json.dumps(content))

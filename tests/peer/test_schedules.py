@@ -24,7 +24,7 @@ def rates_of(build, num_steps=STEPS):
 
 
 def ours(num_steps, **config):
-    rate = build_schedule(OptimConfig(learning_rate=PEAK, warmup_steps=WARMUP, **config), num_steps, ONE)
+    rate = build_schedule(OptimConfig(learning_rate=PEAK, warmup=WARMUP, **config), num_steps, ONE)
     return [rate(step) for step in range(STEPS)]
 
 
@@ -59,7 +59,7 @@ def test_wsd_is_the_same_as_transformers():
         )
     )
     rate = build_schedule(
-        OptimConfig(learning_rate=PEAK, warmup_steps=WARMUP, schedule="wsd", decay_fraction=0.25), STEPS, ONE
+        OptimConfig(learning_rate=PEAK, warmup=WARMUP, schedule="wsd", decay_fraction=0.25), STEPS, ONE
     )
     assert [rate(step - 1) for step in range(WARMUP + 1, STEPS)] == pytest.approx(theirs[WARMUP + 1 :], abs=1e-12)
     assert rate(STEPS - 1) == pytest.approx(0.1 * PEAK)
@@ -70,15 +70,13 @@ def test_a_warm_up_fraction_is_the_same_as_transformers(tmp_path, ratio, num_ste
     arguments = TrainingArguments(str(tmp_path), warmup_steps=ratio)
     warmup = arguments.get_warmup_steps(num_steps)
     theirs = rates_of(lambda optimizer: get_scheduler("linear", optimizer, warmup, num_steps), num_steps)
-    config = OptimConfig(learning_rate=PEAK, schedule="linear", warmup_fraction=ratio, min_learning_rate_fraction=0.0)
+    config = OptimConfig(learning_rate=PEAK, schedule="linear", warmup=ratio, min_learning_rate_fraction=0.0)
     assert find_warmup(config, num_steps, ONE) == warmup
     # During the warm-up echelon is one step ahead; afterwards its run is one step longer.
     rate = build_schedule(config, num_steps, ONE)
     assert [rate(step) for step in range(warmup - 1)] == pytest.approx(theirs[1:warmup])
     assert rate(warmup) == theirs[warmup] == PEAK
-    longer = build_schedule(
-        config.model_copy(update={"warmup_steps": warmup, "warmup_fraction": None}), num_steps + 1, ONE
-    )
+    longer = build_schedule(config.model_copy(update={"warmup": warmup}), num_steps + 1, ONE)
     assert [longer(step) for step in range(warmup, num_steps)] == pytest.approx(theirs[warmup:])
 
 

@@ -18,9 +18,9 @@ def build_horovod_engine(spec: EngineSpec) -> NativeEngine:
 
     Raises ConfigError if Horovod is not installed, and LaunchError if its ranks are not those of the job.
     """
-    config = spec.recipe.horovod
-    hvd = start_horovod(config)
-    group_bytes, in_fp16 = find_group_bytes(config), config.compression == "fp16"
+    variables = spec.recipe.launch.env
+    hvd = start_horovod(variables)
+    group_bytes, in_fp16 = find_group_bytes(variables), spec.recipe.horovod.compression == "fp16"
 
     def sum_by_horovod(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
         return HorovodSum(module, autocast_scope(plan, meshes.device_type), hvd, group_bytes, in_fp16)

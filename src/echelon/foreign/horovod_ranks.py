@@ -8,6 +8,7 @@ the store where they meet. Written for Horovod 0.28.1.
 import importlib
 import platform
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.launch_environment import (
     Rendezvous,
-    find_fusion_threshold,
     find_place,
     find_rendezvous,
     find_socket_interface,
@@ -23,9 +23,8 @@ from echelon.ground.launch_environment import (
     has_mpi,
 )
 from echelon.ground.sockets import is_loopback
-from echelon.ground.variables import set_variables
+from echelon.ground.variables import read_environment, read_int, set_variables
 from echelon.learn.distributed.objects import gather_objects
-from echelon.recipe.horovod_config import HorovodConfig
 
 DEFAULT_FUSION_MB = 128  # Horovod's own
 
@@ -50,8 +49,10 @@ def import_horovod() -> Any:
     return hvd
 
 
-def start_horovod(config: HorovodConfig) -> Any:
+def start_horovod(given: Mapping[str, str]) -> Any:
     """Start Horovod, once in a process; return `horovod.torch`. Collective over the default process group.
+
+    `given`: the variables of the recipe.
 
     Raises:
         ConfigError: Horovod is not installed.
@@ -59,7 +60,7 @@ def start_horovod(config: HorovodConfig) -> Any:
     """
     hvd = import_horovod()
     if not hvd.is_initialized():
-        set_variables(_build_settings(config))
+        set_variables(_build_settings(given))
         if not has_horovod_store() and not (has_mpi() and hvd.mpi_built()):
             set_variables(_place_ranks())
         hvd.init()
@@ -77,24 +78,19 @@ def check_ranks(rank: int, size: int) -> None:
         )
 
 
-def find_group_bytes(config: HorovodConfig) -> int:
-    """The bytes of gradients that Horovod sums at once."""
-    if config.fusion_threshold_mb is not None:
-        return config.fusion_threshold_mb * 2**20
-    threshold = find_fusion_threshold()
-    return DEFAULT_FUSION_MB * 2**20 if threshold is None else threshold
+def find_group_bytes(given: Mapping[str, str]) -> int:
+    """The bytes of gradients that Horovod sums at once, by the variables of the recipe and of the process."""
+    return read_int({**read_environment(), **given}, "HOROVOD_FUSION_THRESHOLD", DEFAULT_FUSION_MB * 2**20)
 
 
-def _build_settings(config: HorovodConfig) -> dict[str, str]:
+def _build_settings(given: Mapping[str, str]) -> dict[str, str]:
     """The variables that Horovod reads as it starts.
 
     Gradients of one group are summed together, and never with those of another one: which groups are ready at the same
     moment differs from step to step, and sums depend on the position in the buffer.
     """
-    settings = {"HOROVOD_FUSION_THRESHOLD": str(find_group_bytes(config)), "HOROVOD_DISABLE_GROUP_FUSION": "1"}
-    if config.cycle_time_ms is not None:
-        settings["HOROVOD_CYCLE_TIME"] = f"{config.cycle_time_ms:g}"
-    return settings
+    own = {name: value for name, value in given.items() if name.startswith("HOROVOD_")}
+    return {**own, "HOROVOD_FUSION_THRESHOLD": str(find_group_bytes(given)), "HOROVOD_DISABLE_GROUP_FUSION": "1"}
 
 
 def _place_ranks() -> dict[str, str]:

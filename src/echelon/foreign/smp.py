@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 FIXED: Mapping[str, Row] = TABLE["fixed"]
 SETTINGS: Mapping[str, Row] = TABLE["settings"]
-_HORIZON = "activation_loading_horizon"
+_HORIZON, _OFFLOADING = "activation_loading_horizon", "train.activation_offloading"
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ def map_smp(parameters: Any, where: str, version: Version | None = None) -> Mapp
         elif name in SETTINGS:
             for key, meaning in _read_setting(f"{where}.{name}", SETTINGS[name], value, lines):
                 add(name, key, meaning)
-        elif name == _HORIZON:
-            offloads = True in (parameters.get("sm_activation_offloading"), parameters.get("offload_activations"))
-            for key, meaning in _read_horizon(f"{where}.{name}", value, resolved_version, offloads, lines):
-                add(name, key, meaning)
+    if _HORIZON in parameters:
+        offloads = _OFFLOADING in values
+        ahead = _read_horizon(f"{where}.{_HORIZON}", parameters[_HORIZON], resolved_version, offloads, lines)
+        values |= {_OFFLOADING: ahead} if offloads else {}
     degrees = {name: value for name, value in parameters.items() if name in PARALLEL_KEYS}
     if (parallel := map_parallel(degrees, where, resolved_version, lines)) is not None:
         add(", ".join(degrees), "parallel", parallel)
@@ -156,16 +156,14 @@ def _read_setting(key: str, row: Row, value: Any, lines: list[str]) -> Iterator[
     yield row["key"], meaning
 
 
-def _read_horizon(
-    key: str, value: Any, version: Version, offloads: bool, lines: list[str]
-) -> Iterator[tuple[str, Any]]:
+def _read_horizon(key: str, value: Any, version: Version, offloads: bool, lines: list[str]) -> int | bool:
     """Version 2 counts layers on the GPU at the same time, with the one that runs; version 1 what is loaded ahead."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key}={value} must be a whole number of at least 1.")
     if not offloads:
         lines.append(f"{key}={value}: no change, activations stay on the GPU")
-        return
-    ahead = value - 1 if version == 2 else value
+        return False
+    ahead = (value - 1 if version == 2 else value) or True
     unit = "" if version == 2 else ", in layers instead of pipeline tasks"
-    lines.append(f"{key}={value} -> train.{_HORIZON}={ahead}{unit}")
-    yield f"train.{_HORIZON}", ahead
+    lines.append(f"{key}={value} -> {_OFFLOADING}={show_value(ahead)}{unit}")
+    return ahead

@@ -16,7 +16,7 @@ PARALLEL_KEYS: Mapping[str, Sequence[Literal[1, 2]]] = TABLE["parallel"]
 
 # Axes of the letters in placement_strategy: data, pipeline and tensor parallelism; the right-most is innermost.
 _LETTERS: Mapping[str, tuple[AxisName, ...]] = {"D": ("dp_replicate", "dp_shard", "cp"), "P": ("pp",), "T": ("tp",)}
-_PLACEMENTS = {"cluster": "cluster", "DPT": "cluster", "spread": "spread", "TPD": "spread"}
+_PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
 # Their interleaved pipeline prefers backward passes; it has nothing to do with Megatron's, of several stages per rank.
 _SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
 
@@ -148,16 +148,15 @@ class _Mapping:
         name, value = "placement_strategy", self._given.get("placement_strategy")
         if value is None:
             return
-        if value not in _PLACEMENTS and (not isinstance(value, str) or sorted(value) != ["D", "P", "T"]):
+        letters = _PLACEMENTS.get(value, value) if isinstance(value, str) else ""
+        if sorted(letters) != ["D", "P", "T"]:
             raise ConfigError(
                 f"{self._where}.{name}={value} must be cluster, spread, or the letters D, P and T in order."
             )
         if self.result.get("pp", 1) == self.result.get("tp", 1) == 1:
             self._note(name, {}, "there is only data parallelism")
-        elif value in _PLACEMENTS:
-            self._note(name, self._put("placement", _PLACEMENTS[value]))
         else:
-            self._note(name, self._put("order", [axis for letter in value for axis in _LETTERS[letter]]))
+            self._note(name, self._put("order", [axis for letter in letters for axis in _LETTERS[letter]]))
 
     def map_optimize(self) -> None:
         """With tensor parallelism, `memory` keeps no activations twice, which is sequence parallelism."""

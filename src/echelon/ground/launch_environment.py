@@ -212,11 +212,6 @@ def has_mpi() -> bool:
     return "OMPI_COMM_WORLD_RANK" in os.environ
 
 
-def find_fusion_threshold() -> int | None:
-    """The bytes that HOROVOD_FUSION_THRESHOLD sets; None if it is not set."""
-    return read_int(os.environ, "HOROVOD_FUSION_THRESHOLD", 0) if "HOROVOD_FUSION_THRESHOLD" in os.environ else None
-
-
 def shares_agent_store() -> bool:
     """Whether torchrun's workers use a store of its agent, which outlives them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

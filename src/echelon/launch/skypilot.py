@@ -141,7 +141,7 @@ def _build_task(job: JobSpec) -> dict[str, Any]:
         "num_nodes": job.nodes[1],
         "resources": _build_resources(job),
         "envs": {**_shared_environment(job), **asked_environment(*_find_asked(job)), **launch.env},
-        "file_mounts": {**sent, **launch.skypilot.file_mounts},
+        "file_mounts": sent,
         "run": "\n".join(_list_commands(job)) + "\n",
     }
 
@@ -209,14 +209,14 @@ def _check_places(job: JobSpec) -> None:
         raise MissingSettingError(
             f"run.dir={recipe.run.dir} is deleted with the machines, so nothing could be resumed; set "
             f"checkpoint.remote=s3://BUCKET/runs/{recipe.run.name} (or gs://), or name a folder of a bucket that "
-            f"{_KEY}.file_mounts mounts.",
+            f"{_KEY}.patch.file_mounts mounts.",
             {"checkpoint.remote": f"s3://set-checkpoint.remote/runs/{recipe.run.name}"},
         )
     for key, path in _list_sent(job):
         if path.startswith(("/", "..", "~")) or not (job.workdir / path).exists():
             raise ConfigError(
                 f"{key}={path} is not in {job.workdir}, from which files are sent to the machines; give a path below "
-                f"it, an address such as s3://bucket/text, or a path below one of {_KEY}.file_mounts."
+                f"it, an address such as s3://bucket/text, or a path below one of {_KEY}.patch.file_mounts."
             )
 
 
@@ -226,9 +226,9 @@ def _list_sent(job: JobSpec) -> list[tuple[str, str]]:
 
 
 def _is_mounted(job: JobSpec, path: str) -> bool:
-    """Whether a path of the recipe is below one of `launch.skypilot.file_mounts`."""
+    """Whether a path of the recipe is below one of `launch.skypilot.patch.file_mounts`."""
     absolute = PurePosixPath(_FOLDER) / path
-    return any(absolute.is_relative_to(target) for target in job.recipe.launch.skypilot.file_mounts)
+    return any(absolute.is_relative_to(target) for target in job.recipe.launch.skypilot.patch.get("file_mounts") or ())
 
 
 def _describe_resources(resources: dict[str, Any]) -> str:

@@ -88,10 +88,10 @@ class SlurmLauncher(ArrayLauncher):
             f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) each from Slurm, for "
             f"{hours}; output goes to {job.folder / LOG}"
         ]
-        if slurm.cpus_per_task is None and not slurm.options.get("exclusive"):
+        if not (slurm.options.get("cpus-per-task") or slurm.options.get("exclusive")):
             lines.append(
-                "neither launch.slurm.cpus_per_task nor launch.slurm.options.exclusive is set: most clusters then give "
-                "each task one core"
+                "launch.slurm.options has neither cpus-per-task nor exclusive: most clusters then give each task one "
+                "core"
             )
         return [*lines, *list_local_files(job), *list_hidden_inputs(job)]
 

@@ -92,9 +92,10 @@ def check_request(job: JobSpec) -> None:
     """Raise ConfigError for what sbatch would refuse, or what would conflict with echelon's part of the script."""
     launch = job.recipe.launch
     slurm = launch.slurm
-    if slurm.memory is not None and not re.fullmatch(r"\d+[KMGT]?", str(slurm.memory)):
+    memory = slurm.options.get("mem")
+    if memory is not None and not re.fullmatch(r"\d+[KMGT]?", str(memory)):
         raise ConfigError(
-            f"launch.slurm.memory={slurm.memory} is not a valid Slurm memory size; use a whole number of megabytes, a "
+            f"launch.slurm.options.mem={memory} is not a valid Slurm memory size; use a whole number of megabytes, a "
             "number with K, M, G or T, such as 200G, or 0 for all memory."
         )
     notice = _notice_seconds(job)
@@ -137,8 +138,8 @@ def _check_option(job: JobSpec, name: str, value: str | int | bool) -> None:
             f"{key}={value}: launch.slurm.gpus_per_node or launch.nproc_per_node already requests "
             f"{count_gpus(job)} GPUs per machine; remove the option, or set launch.slurm.gpus_per_node: 0."
         )
-    if name in ("mem-per-cpu", "mem-per-gpu") and slurm.memory is not None:
-        raise ConfigError(f"{key}={value} and launch.slurm.memory={slurm.memory} exclude each other; remove one.")
+    if name in ("mem-per-cpu", "mem-per-gpu") and "mem" in slurm.options:
+        raise ConfigError(f"{key}={value} and mem={slurm.options['mem']} exclude each other; remove one.")
 
 
 def _notice_seconds(job: JobSpec) -> int:
@@ -156,9 +157,6 @@ def _directives(job: JobSpec, name: str) -> list[str]:
         # With a range of machines Slurm would read it as the total number of tasks, and allocate one machine.
         "ntasks-per-node": 1 if fewest == most else None,
         "gpus-per-node": count_gpus(job) or None,
-        "cpus-per-task": slurm.cpus_per_task,
-        "mem": slurm.memory,
-        "partition": slurm.partition,
         "time": None if launch.max_hours is None else format_time(launch.max_hours),
         # Sent to the steps, not to the batch shell.
         "signal": f"USR1@{_notice_seconds(job)}",
@@ -178,7 +176,7 @@ def _fill(job: JobSpec, directives: Sequence[str], names: Sequence[str] = ()) ->
     # srun does not inherit the cores from sbatch. Tasks agree on their exit code: a task's non-zero code does not end
     # the others, but when a task is killed silently, the others are ended after a minute.
     options: dict[str, str | int | bool] = {
-        **({} if slurm.cpus_per_task is None else {"cpus-per-task": slurm.cpus_per_task}),
+        **{name: value for name, value in slurm.options.items() if name == "cpus-per-task"},
         "kill-on-bad-exit": 0,
         "wait": 0 if elastic else _LEAVING_SECONDS,
         "no-kill": elastic,

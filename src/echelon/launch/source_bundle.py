@@ -33,7 +33,7 @@ def list_extras(recipe: Recipe) -> dict[str, str]:
     extras: dict[str, str] = {name: f"track: {name}" for name in recipe.track}
     if ENGINES[recipe.engine].package is not None:
         extras[recipe.engine] = f"engine={recipe.engine}"
-    if recipe.train.precision == "fp8":
+    if "fp8" in recipe.train.precision:
         extras["float8"] = "train.precision=fp8"
     if any(reward.name == "math" for reward in recipe.reward):
         extras["math"] = "reward=math"

@@ -25,16 +25,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ssh:
-    """How `ssh` is called: without prompts, and with the recipe's user and options."""
+    """How `ssh` is called: without prompts, and with the recipe's options."""
 
-    user: str | None = None
     options: tuple[str, ...] = ()
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` on the host; every argument arrives unchanged."""
-        user = [] if self.user is None else ["-l", self.user]
         settings = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
-        return ["ssh", *settings, *self.options, *user, "--", host, shlex.join(argv)]
+        return ["ssh", *settings, *self.options, "--", host, shlex.join(argv)]
 
     def run(self, host: str, argv: Sequence[str], seconds: float = 60.0) -> str:
         """Run a command and return its output. Raises LaunchError if it fails or the host cannot be reached."""
@@ -65,12 +63,12 @@ class Ssh:
 
 def find_ssh(launch: LaunchConfig) -> Ssh:
     """The ssh settings of the recipe."""
-    return Ssh(launch.torchrun.user, launch.torchrun.ssh_options)
+    return Ssh(launch.torchrun.ssh_options)
 
 
 def check_hosts(launch: LaunchConfig) -> None:
-    """Raise ConfigError unless hosts and user are valid names, and each host is listed once."""
-    hosts, user = launch.torchrun.hosts, launch.torchrun.user
+    """Raise ConfigError unless the hosts are valid names, each listed once."""
+    hosts = launch.torchrun.hosts
     if not hosts:
         raise MissingSettingError(
             "launch.torchrun.hosts is empty; name the machines with --hosts a,b or in the recipe.",
@@ -79,8 +77,8 @@ def check_hosts(launch: LaunchConfig) -> None:
     for host in hosts:
         if "@" in host:
             raise ConfigError(
-                f"launch.torchrun.hosts: {host} contains a user; set launch.torchrun.user={host.partition('@')[0]}, "
-                f"and write only {host.partition('@')[2]}."
+                f"launch.torchrun.hosts: {host} contains a user; set launch.torchrun.ssh_options=[-l, "
+                f"{host.partition('@')[0]}], and write only {host.partition('@')[2]}."
             )
         if not re.fullmatch(HOST, host):
             raise ConfigError(
@@ -94,10 +92,6 @@ def check_hosts(launch: LaunchConfig) -> None:
         raise ConfigError(
             f"launch.torchrun.hosts: {local.pop()} is a different machine on each host; use an address that the other "
             "hosts can reach."
-        )
-    if user is not None and not re.fullmatch(USER, user):
-        raise ConfigError(
-            f"launch.torchrun.user={user!r} is not a valid user name; use letters, digits, dots, dashes and _."
         )
 
 

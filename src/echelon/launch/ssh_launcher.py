@@ -77,7 +77,6 @@ class TorchrunLauncher(Launcher):
             "hosts": ",".join(hosts),
             "folder": str(_folder(job)),
             "ssh_options": shlex.join(ssh.options),
-            **({} if ssh.user is None else {"user": ssh.user}),
         }
         answers = on_each(hosts, lambda host: ssh.run(host, _start_words(job, host)))
         failed = [answer for answer in answers.values() if isinstance(answer, LaunchError)]
@@ -249,7 +248,8 @@ def _render_lines(job: JobSpec) -> str:
 
 
 def _ask(record: JobRecord, host: str, script: str) -> str:
-    ssh = Ssh(record.place.get("user"), tuple(shlex.split(record.place["ssh_options"])))
+    user = ("-l", record.place["user"]) if "user" in record.place else ()  # of earlier versions
+    ssh = Ssh((*shlex.split(record.place["ssh_options"]), *user))
     return ssh.run(host, ["bash", "-c", script, record.place["folder"], host], seconds=30).strip()
 
 

@@ -14,6 +14,7 @@ from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
 from echelon.recipe.data_formats import RECORD_FORMATS, masks_documents
+from echelon.recipe.training import Float8Scaling
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
@@ -31,16 +32,17 @@ def choose_precision(recipe: "Recipe", cluster: Cluster) -> tuple[Precision, lis
     """The dtypes of a plan, with the reason for `auto`. Raises PlanError or ConfigError for what cannot be computed."""
     train = recipe.train
     setting, name = train.precision, cluster.accelerator.name
-    if setting == "fp8":
+    scaling: Float8Scaling = "rowwise" if setting == "fp8_rowwise" else "tensorwise"
+    if "fp8" in train.precision:
         _check_float8(recipe, cluster)
     if setting == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
         raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
-    compute_bf16 = setting in ("bf16", "fp8") or (setting == "auto" and cluster.has_bf16)
+    compute_bf16 = setting == "bf16" or "fp8" in train.precision or (setting == "auto" and cluster.has_bf16)
     if train.master_weights != "fp32":
         chosen = _choose_master_weights(train, compute_bf16)
-        return replace(chosen, float8=setting == "fp8", float8_scaling=train.float8_scaling), []
-    if setting == "fp8":
-        return Precision(compute="bfloat16", float8=True, float8_scaling=train.float8_scaling), []
+        return replace(chosen, float8="fp8" in train.precision, float8_scaling=scaling), []
+    if "fp8" in train.precision:
+        return Precision(compute="bfloat16", float8=True, float8_scaling=scaling), []
     precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if setting == "fp16" else "float32")
     if setting != "auto":
         return precision, []

@@ -105,7 +105,7 @@ def _check_tiles(recipe: "Recipe", num_tiles: int) -> None:
     length = recipe.data.sequence_len
     ways = (
         (recipe.train.compile is True, "train.compile=true", "the tiles are not compiled; set train.compile=auto"),
-        (recipe.train.precision == "fp8", "train.precision=fp8", "the tiles are not compiled; use bf16"),
+        ("fp8" in recipe.train.precision, "train.precision=fp8", "the tiles are not compiled; use bf16"),
         (num_tiles > length, f"data.sequence_len={length}", "a tile has at least one token; use fewer tiles"),
     )
     for is_given, key, why in ways:
@@ -142,7 +142,7 @@ def _explain_offloading(train: "TrainConfig", kept: KeptActivations) -> str | No
     compiles = "train.compile=true" if train.compile is True else "train.precision=fp8, which is compiled"
     if kept.memory_budget is not None:
         compiles = f"{_BUDGET}, which is compiled"
-    if train.compile is not True and train.precision != "fp8" and kept.memory_budget is None:
+    if train.compile is not True and "fp8" not in train.precision and kept.memory_budget is None:
         return None
     return (
         f"{compiles}: a compiled layer keeps its tensors where no other code can move them; set {_KEY}=full, whose "

@@ -14,7 +14,7 @@ from echelon.planner.fitting_values import join_words, nearest
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AXIS_ORDER, ParallelPlan
-from echelon.recipe.training import PLACEMENTS, AxisName, ParallelConfig
+from echelon.recipe.training import AxisName, ParallelConfig
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
@@ -65,10 +65,8 @@ def build_layout(
 def _resolve_order(parallel: ParallelConfig, plan: ParallelPlan) -> tuple[AxisName, ...]:
     """All axes, outermost first. Raises ConfigError for an order that repeats an axis or leaves out one above 1."""
     if parallel.order is None:
-        return AXIS_ORDER if parallel.placement is None else PLACEMENTS[parallel.placement]
+        return AXIS_ORDER
     shown = f"parallel.order=[{', '.join(parallel.order)}]"
-    if parallel.placement is not None:
-        raise ConfigError(f"{shown} and parallel.placement={parallel.placement} both arrange the axes; remove one.")
     if len(set(parallel.order)) < len(parallel.order):
         raise ConfigError(f"{shown} names an axis twice; name each once.")
     absent = [axis for axis in AXIS_ORDER if axis not in parallel.order]

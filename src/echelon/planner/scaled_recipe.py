@@ -245,9 +245,7 @@ def _choose_training(shape: ModelShape, tokens: int, sequence_len: int) -> list[
             rate,
             "GPT-3, table 2.1, between its sizes" if params >= 125e6 else "Kaplan, 0.003239 - 0.0001395 ln N",
         ),
-        ScaledValue(
-            "warmup_steps", warmup, whose if warmup == published else f"5 % of the steps, echelon's cap ({whose})"
-        ),
+        ScaledValue("warmup", warmup, whose if warmup == published else f"5 % of the steps, echelon's cap ({whose})"),
         ScaledValue(
             "activation_checkpointing",
             "full" if params >= 20e9 else "none",
@@ -259,7 +257,7 @@ def _choose_training(shape: ModelShape, tokens: int, sequence_len: int) -> list[
         ScaledValue("eps", 1e-8, "GPT-3"),
         ScaledValue("weight_decay", 0.1, "GPT-3"),
         ScaledValue("max_grad_norm", 1.0, "GPT-3"),
-        ScaledValue("every_steps", every, "echelon's own: twenty times a run, at least every 1000 steps"),
+        ScaledValue("every", every, "echelon's own: twenty times a run, at least every 1000 steps"),
         ScaledValue(
             "validation_fraction",
             0.001 if tokens >= 1e9 else 0.01,
@@ -315,10 +313,10 @@ _SECTIONS = {
     "data": ("validation_fraction", "sequence_len"),
     "train": ("tokens", "global_batch_tokens", "activation_checkpointing"),
     "optim": (
-        "learning_rate", "warmup_steps", "schedule", "min_learning_rate_fraction", "betas", "eps", "weight_decay",
+        "learning_rate", "warmup", "schedule", "min_learning_rate_fraction", "betas", "eps", "weight_decay",
         "max_grad_norm",
     ),
-    "checkpoint": ("every_steps",),
+    "checkpoint": ("every",),
 }  # fmt: skip
 
 
@@ -343,6 +341,6 @@ def render_scaled(scaled: ScaledRecipe, name: str, file: str = "recipe.yaml", te
         name=render_inline(name),
         path=render_inline(text_path),
         vocab=scaled["vocab_size"],
-        every=scaled["every_steps"],
+        every=scaled["every"],
         **{section: lines(section) for section in _SECTIONS},
     )

@@ -63,8 +63,8 @@ def translate(path: KeyPath, value: Any, origin: str) -> Translation | None:
         ours = _translate_datasets(value)
     elif target == "track" and isinstance(ours, str):
         ours = [ours]
-    elif target == "optim.warmup_steps" and isinstance(ours, float) and 0 < ours < 1:
-        key = "optim.warmup_fraction"  # `transformers` 5 has both under one name
+    elif alias in ("evals_per_epoch", "saves_per_epoch"):
+        ours = value and f"1/{value} epochs"
     if target is None and ours is value:
         return None
     meaning = f"{key} left unset" if ours is None else f"{key}: {show_value(ours)}"

@@ -16,10 +16,9 @@ from echelon.recipe.yaml_text import show_value
 # a step.
 RESUMABLE: tuple[str, ...] = (
     "run", "data.prepared_dir", "data.prepared_remote", "data.prepare_workers", "data.stream.cache_gb",
-    "train.micro_batch_size", "train.log_every", "train.eval_every", "train.evals_per_epoch", "train.callbacks",
-    "train.allow_cpu", "parallel", "checkpoint", "evaluate", "fault", "sync.replicas", "sync.min_replicas", "engine",
-    "deepspeed", "horovod", "tensorflow", "track", "mlflow", "wandb", "prometheus", "launch", "profile", "budget",
-    "rollout.max_num_seqs",
+    "train.micro_batch_size", "train.log_every", "train.eval_every", "train.callbacks", "train.allow_cpu", "parallel",
+    "checkpoint", "evaluate", "fault", "sync.replicas", "sync.min_replicas", "engine", "deepspeed", "horovod",
+    "tensorflow", "track", "mlflow", "prometheus", "launch", "profile", "budget", "rollout.max_num_seqs",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,11 +28,10 @@ from echelon.recipe.operation import (
     MlflowConfig,
     ProfileConfig,
     PrometheusConfig,
-    WandbConfig,
 )
 from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
-from echelon.recipe.section import OpenSection, PathOrName, Section, name_or_mapping, rule
+from echelon.recipe.section import OpenSection, PathOrName, Section, name_or_mapping, read_epochs, rule
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
@@ -100,7 +100,6 @@ class Recipe(OpenSection):
         (), description="Trackers that receive the metrics; `metrics.jsonl` is always written."
     )
     mlflow: MlflowConfig = MlflowConfig()
-    wandb: WandbConfig = WandbConfig()
     prometheus: PrometheusConfig = PrometheusConfig()
     launch: LaunchConfig = LaunchConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -130,16 +129,12 @@ class Recipe(OpenSection):
     def _the_length_of_a_stream_is_unknown(self) -> None:
         if self.data.stream is None:
             return
-        for key, value in (
-            ("train.epochs", self.train.epochs),
-            ("train.evals_per_epoch", self.train.evals_per_epoch),
-            ("checkpoint.saves_per_epoch", self.checkpoint.saves_per_epoch),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"{key}={value:g} does not go with data.stream: how many sequences an epoch has is known only at "
-                    "its end; count in steps or tokens."
-                )
+        epochs = {} if self.train.epochs is None else {"train.epochs": f"{self.train.epochs:g}"}
+        for key, value in {**epochs, **self._rhythms_in_epochs}.items():
+            raise ValueError(
+                f"{key}={value} does not go with data.stream: how many sequences an epoch has is known only at its "
+                "end; count in steps or tokens."
+            )
         if self.objective.top_k is not None:
             raise ValueError(
                 f"objective.top_k={self.objective.top_k} does not go with data.stream: a teacher's predictions are "
@@ -391,15 +386,11 @@ class Recipe(OpenSection):
                 f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which have epochs of "
                 "different lengths; use train.steps or train.tokens."
             )
-        for key, share, other in (
-            ("checkpoint.saves_per_epoch", self.checkpoint.saves_per_epoch, "checkpoint.every_steps"),
-            ("train.evals_per_epoch", self.train.evals_per_epoch, "train.eval_every"),
-        ):
-            if self.data.is_mixture and share is not None:
-                raise ValueError(
-                    f"{key}={share:g} is not defined for sources with a weight, which have no epoch in common; use "
-                    f"{other}."
-                )
+        for key, every in self._rhythms_in_epochs.items() if self.data.is_mixture else ():
+            raise ValueError(
+                f"{key}={every} is not defined for sources with a weight, which have no epoch in common; use a number "
+                "of steps."
+            )
 
     @rule
     def _schedule_fits(self) -> None:
@@ -448,14 +439,20 @@ class Recipe(OpenSection):
         """The folder of prepared data: by default `prepared` next to the run folder."""
         return self.data.prepared_dir or self.run.dir.parent / "prepared"
 
+    @property
+    def _rhythms_in_epochs(self) -> dict[str, str]:
+        """The keys of rhythms that are counted in passes over the data, and their values in quotes."""
+        keys = ("checkpoint.every", "train.eval_every", "evaluate.tasks_every")
+        values = {key: attrgetter(key)(self) for key in keys}
+        return {key: repr(every) for key, every in values.items() if read_epochs(every) is not None}
+
     def save_rhythm(self, num_samples: int) -> Rhythm:
         """Return the steps after which to save, except for `auto`. `num_samples`: sequences of one epoch."""
-        every = self.checkpoint.every_steps
-        return self._rhythm(every if isinstance(every, int) else None, self.checkpoint.saves_per_epoch, num_samples)
+        return self._rhythm(self.checkpoint.every, num_samples)
 
     def evaluation_rhythm(self, num_samples: int) -> Rhythm:
         """Return the steps after which to evaluate during training. `num_samples`: sequences of one epoch."""
-        return self._rhythm(self.train.eval_every, self.train.evals_per_epoch, num_samples)
+        return self._rhythm(self.train.eval_every, num_samples)
 
     @property
     def compared_task(self) -> str | None:
@@ -466,11 +463,12 @@ class Recipe(OpenSection):
     def task_rhythm(self, num_samples: int) -> Rhythm:
         """Return the steps after which `evaluate.tasks` run during training. `num_samples`: sequences of one epoch."""
         every = self.evaluate.tasks_every
-        return self.evaluation_rhythm(num_samples) if every is None else self._rhythm(every, None, num_samples)
+        return self.evaluation_rhythm(num_samples) if every is None else self._rhythm(every, num_samples)
 
-    def _rhythm(self, every_steps: int | None, per_epoch: float | None, num_samples: int) -> Rhythm:
-        sequences = None if per_epoch is None else num_samples / Fraction(str(per_epoch))
-        return Rhythm(self.batches, every_steps, sequences)
+    def _rhythm(self, every: int | str | None, num_samples: int) -> Rhythm:
+        epochs = read_epochs(every)
+        steps = every if isinstance(every, int) else None
+        return Rhythm(self.batches, steps, None if epochs is None else num_samples * epochs)
 
     def num_steps(self, num_samples: int) -> int:
         """Return the optimizer steps of the run. `num_samples`, the sequences of one epoch, is used only for epochs."""

@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import QUOTE_VARIABLE, find_cache_dir
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import KeyPath, dotted
-from echelon.recipe.yaml_text import render_inline, show_value
+from echelon.recipe.section import show_number
+from echelon.recipe.yaml_text import read_table, render_inline, show_value
 
-Successor = str | Callable[[Any], Mapping[str, Any] | None]
+Change = Callable[[Any], Mapping[str, Any] | None]
+Successor = str | Change
 """The new dotted key, which takes the value as it is; or a function of the value to the new keys with their values. No
 keys: the old one is needless; None: this value is not of an earlier version. A text with spaces: why the key is
 needless."""
@@ -18,12 +22,12 @@ needless."""
 _SAGEMAKER, _KUBERNETES, _POD = "launch.sagemaker", "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
 
 
-def _of_metadata(name: str) -> Successor:
+def _of_metadata(name: str) -> Change:
     """Metadata of the job and of its pods."""
     return lambda value: {f"{_KUBERNETES}.{patch}.metadata.{name}": value for patch in ("patch", "pod_patch")}
 
 
-def _of_request(member: str, make: Callable[[Any], Any] = lambda value: value) -> Successor:
+def _of_request(member: str, make: Callable[[Any], Any] = lambda value: value) -> Change:
     """The member of a CreateTrainingJob request that replaces a key; none for a value that is empty."""
     return lambda value: {f"{_SAGEMAKER}.patch": {member: make(value)}} if value else {}
 
@@ -44,25 +48,109 @@ def _describe_elsewhere(machines: Any) -> Mapping[str, Any]:
     )
 
 
+def _join_warmup(old: Mapping[str, Any], optim: Mapping[str, Any]) -> Any:
+    """The warm-up with its unit, which is that of the schedule too. Two lengths make a text that is refused."""
+    warmup = optim.get("warmup")
+    given = {name: old[name] for name in ("warmup_steps", "warmup_tokens", "warmup_fraction") if old.get(name)}
+    if len(given) + bool(warmup) > 1:
+        both = {"warmup": warmup} if warmup else {}
+        return " and ".join(f"{name}={value}" for name, value in (given | both).items())
+    for name, value in given.items():
+        warmup = f"{value} tokens" if name == "warmup_tokens" else value
+    if old.get("schedule_unit", "steps") == "steps" or str(warmup).endswith("tokens"):
+        return warmup or 0
+    if isinstance(warmup, float) and 0 < warmup < 1:
+        warmup = f"{show_number(100 * Fraction(str(warmup)))}%"
+    return f"{warmup} of tokens" if warmup else "0 tokens"
+
+
+_DATA_AXES = ["dp_replicate", "dp_shard", "cp"]
+_ORDERS = {"cluster": [*_DATA_AXES, "pp", "tp"], "spread": ["tp", "pp", *_DATA_AXES]}
+_SKIPS = {"uniform": "skip_uniform_groups", "truncated": "skip_truncated"}
+_ROWWISE = {("fp8", "rowwise"): "fp8_rowwise"}
+_SBATCH = {"partition": "partition", "cpus_per_task": "cpus-per-task", "memory": "mem"}
+_POD_FIELDS = {"node_selector": "nodeSelector", "security_context": "securityContext"}
+_CONTAINER_FIELDS = {"container_security_context": "securityContext", "image_pull_policy": "imagePullPolicy"}
+_CONTAINERS = {"pytorchjob": "pytorch", "hyperpod": "pytorch-job-container"}
+
+
+def _join_pod(old: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """The patch of the pods with the fields that were keys; what the patch has wins, as it did."""
+    pod = {field: old[name] for name, field in _POD_FIELDS.items() if old.get(name)}
+    container = {field: old[name] for name, field in _CONTAINER_FIELDS.items() if old.get(name)}
+    patch = _merge({"spec": pod} if pod or container else {}, settings.get("pod_patch") or {})
+    if container:
+        name = _CONTAINERS.get(settings.get("kind", "pytorchjob"), "node")
+        entries = {entry["name"]: entry for entry in patch["spec"].get("containers", ())}
+        entries[name] = _merge({"name": name, **container}, entries.get(name, {}))
+        patch["spec"]["containers"] = list(entries.values())
+    return patch
+
+
+def _join_job(old: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """The patch of the job with the time after which it is deleted."""
+    spec = {"ttlSecondsAfterFinished": old["ttl_seconds"]}
+    is_policy = settings.get("kind", "pytorchjob") in _CONTAINERS
+    return _merge({"spec": {"runPolicy": spec} if is_policy else spec}, settings.get("patch") or {})
+
+
+def _merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings; where both have a value, that of `patch`."""
+    both = {key: _merge(base[key], patch[key]) for key in base if isinstance(base[key], dict) and key in patch}
+    return {**base, **patch, **both}
+
+
+Join = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
+"""Of the values of earlier keys, by name, and of the section without them: the value that replaces them all."""
+
+JOINED: dict[str, tuple[tuple[str, ...], Join]] = {
+    "optim.warmup": (("warmup_steps", "warmup_tokens", "warmup_fraction", "schedule_unit"), _join_warmup),
+    f"{_KUBERNETES}.pod_patch": (tuple({**_POD_FIELDS, **_CONTAINER_FIELDS}), _join_pod),
+    f"{_KUBERNETES}.patch": (("ttl_seconds",), _join_job),
+    "train.precision": (
+        ("float8_scaling",),
+        lambda old, train: _ROWWISE.get((train.get("precision"), *old.values()), train.get("precision", "auto")),
+    ),
+    "train.activation_offloading": (  # 0 layers ahead took the memory of 1
+        ("activation_loading_horizon",),
+        lambda old, train: bool(train.get("activation_offloading")) and (old["activation_loading_horizon"] or True),
+    ),
+    "rollout.skip": (
+        tuple(_SKIPS.values()),
+        lambda old, rollout: [name for name, key in _SKIPS.items() if old.get(key, name in rollout.get("skip", ()))],
+    ),
+    "objective.clip": (("clip_low", "clip_high"), lambda old, _: [old.get("clip_low", 0.2), old.get("clip_high", 0.2)]),
+    "launch.slurm.options": (
+        tuple(_SBATCH),
+        lambda old, slurm: {_SBATCH[name]: value for name, value in old.items()} | slurm.get("options", {}),
+    ),
+    "launch.torchrun.ssh_options": (("user",), lambda old, ssh: [*ssh.get("ssh_options", ()), "-l", old["user"]]),
+    "mlflow.log_model": (("register_model",), lambda old, _: old["register_model"]),
+    "prometheus.address": (
+        ("host", "port"),
+        lambda old, _: f"{old.get('host', '127.0.0.1')}:{old.get('port', 'auto')}",
+    ),
+}
+"""The keys that several of earlier versions became, in the same section."""
+
+
 FORMER: dict[str, Successor] = {
+    **read_table(Path(__file__).with_name("former_keys.yaml")),
+    "checkpoint.saves_per_epoch": lambda times: {"checkpoint.every": f"1/{times} epochs"},
+    "train.evals_per_epoch": lambda times: {"train.eval_every": f"1/{times} epochs"},
+    "parallel.placement": lambda name: {"parallel.order": _ORDERS.get(name, name)},
+    "wandb.project": lambda name: {} if name == "echelon" else {"launch.env.WANDB_PROJECT": name},
+    "horovod.fusion_threshold_mb": lambda mb: {"launch.env.HOROVOD_FUSION_THRESHOLD": f"{mb * 2.0**20:.0f}"},
+    "horovod.cycle_time_ms": lambda ms: {"launch.env.HOROVOD_CYCLE_TIME": f"{ms + 0:g}"},
+    "mlflow.system_metrics": lambda asked: (
+        {} if asked else {"launch.env.MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}
+    ),
     "budget.quote": lambda value: {f"launch.env.{QUOTE_VARIABLE}": json.dumps(value)},
     "launch.sagemaker.extra_types": _describe_elsewhere,
-    "model.rope.type": "model.rope.rope_type",
-    **{
-        f"launch.slurm.{name}": f"launch.slurm.options.{name}"
-        for name in ("account", "qos", "constraint", "reservation", "exclusive")
-    },
-    f"{_KUBERNETES}.cpu": f"{_KUBERNETES}.resources.cpu",
-    f"{_KUBERNETES}.memory": f"{_KUBERNETES}.resources.memory",
     f"{_KUBERNETES}.efa_per_node": lambda number: {f"{_KUBERNETES}.resources": {"vpc.amazonaws.com/efa": number}},
-    f"{_KUBERNETES}.service_account": f"{_POD}.serviceAccountName",
     f"{_KUBERNETES}.image_pull_secrets": lambda names: {
         f"{_POD}.imagePullSecrets": [{"name": name} for name in names] if isinstance(names, list) else names
     },
-    f"{_KUBERNETES}.tolerations": f"{_POD}.tolerations",
-    f"{_KUBERNETES}.affinity": f"{_POD}.affinity",
-    f"{_KUBERNETES}.priority_class": f"{_POD}.priorityClassName",
-    f"{_KUBERNETES}.scheduler": f"{_POD}.schedulerName",
     # With the machine's network, the default policy would not resolve the names of pods.
     f"{_KUBERNETES}.host_network": lambda value: {
         f"{_POD}.hostNetwork": value or None,
@@ -70,12 +158,12 @@ FORMER: dict[str, Successor] = {
     },
     f"{_KUBERNETES}.labels": _of_metadata("labels"),
     f"{_KUBERNETES}.annotations": _of_metadata("annotations"),
-    f"{_KUBERNETES}.runtime": f"{_KUBERNETES}.patch.spec.runtimeRef.name",
-    f"{_SAGEMAKER}.sdk": "every job is the same CreateTrainingJob request, sent by boto3",
-    f"{_SAGEMAKER}.endpoint": "echelon serves no models; docs/sagemaker.md#serving-a-model says how AWS does",
+    f"{_SAGEMAKER}.encrypt_traffic": _of_request("EnableInterContainerTrafficEncryption"),
+    f"{_SAGEMAKER}.max_attempts": lambda number: _of_request(
+        "RetryStrategy", lambda more: {"MaximumRetryAttempts": more}
+    )(number - 1),
     f"{_SAGEMAKER}.profiler": _of_request("ProfilerConfig"),
     f"{_SAGEMAKER}.remote_debug": _of_request("RemoteDebugConfig", lambda value: {"EnableRemoteDebug": value}),
-    "tensorflow.servers": "sync.servers",
     "tensorflow.strategy": lambda value: {"tensorflow.strategy": "multi_worker"} if value == "single" else None,
 }
 """The keys of earlier versions, dotted."""
@@ -96,7 +184,7 @@ def read_former(
     name = dotted(path[:length])
     successor = former[name]
     why = f", because {successor}" if isinstance(successor, str) and " " in successor else ""
-    new = {} if why else {successor: value} if isinstance(successor, str) else successor(value)
+    new = {} if why else {successor: value} if isinstance(successor, str) else _apply(successor, (value,), origin, name)
     if new is None:
         return None
     meaning = ", ".join(f"{key}: {show_value(part)}" for key, part in new.items()) or f"nothing{why}; remove it"
@@ -113,6 +201,8 @@ def replace_former(draft: Draft, former: Mapping[str, Successor] = FORMER) -> li
     for path in [tuple(name.split(".")) for name in former]:
         origin = draft.origin(path)
         if (found := read_former(path, draft.get(path), origin, former)) is None:
+            if draft.get(path) is None:
+                draft.remove(path)
             continue
         draft.remove(path)
         if draft.get(path[:-1]) == {}:
@@ -125,6 +215,35 @@ def replace_former(draft: Draft, former: Mapping[str, Successor] = FORMER) -> li
                 )
             draft.set(new, value, origin)
         notes.append(found[1])
+    return notes
+
+
+def _apply(change: Callable[..., Any], values: tuple[Any, ...], origin: str, name: str) -> Any:
+    try:
+        return change(*values)
+    except (AttributeError, KeyError, TypeError):
+        raise ConfigError(
+            f"{origin}: {name}, of an earlier version, has a value of another kind; correct it."
+        ) from None
+
+
+def join_former(draft: Draft, joined: Mapping[str, tuple[tuple[str, ...], Join]] = JOINED) -> list[str]:
+    """Replace keys of earlier versions that became one, after all overrides; return a line for each new key."""
+    notes = []
+    for key, (names, join) in joined.items():
+        *around, _ = new = tuple(key.split("."))
+        old = {name: value for name in names if (value := draft.get((*around, name))) is not None}
+        origin = draft.origin((*around, *list(old)[:1]))
+        for name in names:
+            draft.remove((*around, name))
+        if old:
+            value = _apply(join, (old, draft.get(tuple(around)) or {}), origin, ", ".join(old))
+            draft.set(new, value, origin)
+            shown = ", ".join(f"{dotted((*around, name))}: {show_value(part)}" for name, part in old.items())
+            verb = "is" if len(old) == 1 else "are"
+            notes.append(
+                f"{origin}: {shown} {verb} of an earlier version and {verb} read as {key}: {show_value(value)}."
+            )
     return notes
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from echelon.recipe.names import LAUNCHERS, Target
 from echelon.recipe.sagemaker_sections import SageMakerConfig
-from echelon.recipe.section import Count, CountOrZero, Flag, OpenSection, Positive, Section, rule
+from echelon.recipe.section import Count, CountOrZero, Flag, OpenSection, Positive, PositiveOrZero, Section, rule
 
 Port = Annotated[Count, Field(ge=1024, le=65535)]
 
@@ -19,9 +19,8 @@ class TorchrunConfig(Section):
 
     hosts: tuple[str, ...] = Field((), description="Host names or addresses; the rendezvous is at the first one.")
     port: Port = Field(29400, description="Rendezvous port on the first host.")
-    user: str | None = Field(None, description="User name on the hosts. Default: that of ssh.")
     ssh_options: tuple[str, ...] = Field(
-        (), description="Additional arguments for `ssh`, such as `-p 2222`, one per entry."
+        (), description="Additional arguments for `ssh`, one per entry: `[-l, ubuntu, -p, '2222']`."
     )
     interface: str | None = Field(None, description="Network interface. Default: the one that reaches the first host.")
     workdir: str | None = Field(
@@ -59,18 +58,14 @@ class SlurmContainerConfig(Section):
 class SlurmConfig(Section):
     """`launch.to: slurm`: one batch job with one task per machine."""
 
-    partition: str | None = Field(None, description="Default: the cluster's.")
     gpus_per_node: CountOrZero | None = Field(
         None, description="GPUs requested per machine, 0 for none. Default: nproc_per_node, if that is a number."
-    )
-    cpus_per_task: Count | None = Field(None, description="CPU cores requested per machine.")
-    memory: str | CountOrZero | None = Field(
-        None, description="Memory requested per machine, such as `200G`; 0 requests all of it."
     )
     requeue: Flag = Field(True, description="Requeue the job when it is preempted or reaches its time limit.")
     options: Options = Field(
         default_factory=dict,
-        description="Additional sbatch options by their long names: `{account: team, exclusive: true}`.",
+        description="Options of sbatch by their long names: `{partition: gpu, account: team, mem: 200G, cpus-per-task: "
+        "96}`. `mem: 0`: all memory of the machine. `exclusive: true`: all its cores.",
     )
     srun_options: Options = Field(
         default_factory=dict, description="Additional srun options by their long names: `{mpi: pmix}`."
@@ -92,9 +87,9 @@ class RayConfig(Section):
     gpus_per_node: CountOrZero | None = Field(
         None, description="GPUs requested per machine, 0 for none. Default: nproc_per_node, if that is a number."
     )
-    cpus_per_node: CountOrZero = Field(1, description="CPU cores requested per machine.")
-    resources: dict[str, Positive] = Field(
-        default_factory=dict, description="Further resources requested per machine: `{memory: 1e11, my_rack: 1}`."
+    resources: dict[str, PositiveOrZero] = Field(
+        default_factory=dict,
+        description="Resources requested per machine: `{CPU: 96, memory: 1e11, my_rack: 1}`. Default: one core.",
     )
     labels: dict[str, str] = Field(
         default_factory=dict, description="Labels of the machines: `{ray.io/accelerator-type: H100}`."
@@ -118,10 +113,6 @@ class SkyPilotConfig(Section):
         default_factory=dict,
         description="SkyPilot's `resources`: `{infra: aws, use_spot: true, image_id: ..., disk_size: 500}`. It also "
         "names `accelerators`, if there are alternatives or launch.accelerator is not set.",
-    )
-    file_mounts: dict[str, Any] = Field(
-        default_factory=dict,
-        description="SkyPilot's `file_mounts`: buckets as folders of the machines, `{/data: s3://bucket/text}`.",
     )
     secrets: tuple[str, ...] = Field(
         (), description="Environment variables of `echelon launch` that SkyPilot passes on as secrets: `[HF_TOKEN]`."
@@ -188,7 +179,7 @@ class KubernetesConfig(Section):
         default_factory=dict,
         description="Other resources per pod, both request and limit: `{cpu: 90, memory: 1500Gi, rdma/hca: 8}`; for "
         "MIG `{nvidia.com/mig-3g.40gb: 1}` with `gpus_per_node: 0`. Default of cpu and memory: 90 % of what its GPUs "
-        "have, if node_selector names a type of the catalogue.",
+        "have, if the nodeSelector of pod_patch names a type of the catalogue.",
     )
     shared_memory: str = Field("16Gi", description="Size of /dev/shm; a container's default is 64 MB.")
     volumes: tuple[VolumeConfig, ...] = Field(
@@ -198,23 +189,6 @@ class KubernetesConfig(Section):
     env_from_secrets: tuple[str, ...] = Field(
         (), description="Secrets whose keys become environment variables. Not with trainjob."
     )
-    node_selector: dict[str, str] = Field(
-        default_factory=dict,
-        description="Required machine labels. With `sagemaker.amazonaws.com/node-health-status`, HyperPod replaces "
-        "broken machines under a pytorchjob.",
-    )
-    security_context: dict[str, Any] = Field(
-        default_factory=dict, description="securityContext of the pods: `{runAsUser: 1000, fsGroup: 1000}`."
-    )
-    container_security_context: dict[str, Any] = Field(
-        default_factory=dict, description="securityContext of the containers: `{capabilities: {add: [IPC_LOCK]}}`."
-    )
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        None, description="Default: the cluster's. Not with trainjob."
-    )
-    ttl_seconds: CountOrZero | None = Field(
-        None, description="Delete the job and its logs this time after its end. Default: never. Not with trainjob."
-    )
     queue: str | None = Field(None, description="Kueue's local queue.")
     patch: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -223,8 +197,8 @@ class KubernetesConfig(Section):
     )
     pod_patch: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Merged into the template of all pods: `{spec: {serviceAccountName: trainer, tolerations: "
-        "[...]}}`. Entries of containers, volumes and other named lists are merged by name.",
+        description="Merged into the template of all pods: `{spec: {nodeSelector: {...}, securityContext: {fsGroup: "
+        "1000}, tolerations: [...]}}`. Entries of containers, volumes and other named lists are merged by name.",
     )
 
     @field_validator("kind", mode="before")

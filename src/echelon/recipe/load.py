@@ -12,7 +12,7 @@ from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.former_keys import read_former, replace_former
+from echelon.recipe.former_keys import join_former, read_former, replace_former
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.names import DIALECTS
@@ -32,10 +32,7 @@ EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
     tuple(("train", key) for key in BATCH_KEYS),
     (("model", "checkpoint"), ("model", "config")),
     (("data", "validation"), ("data", "validation_fraction")),
-    (("optim", "warmup_steps"), ("optim", "warmup_fraction")),
-    (("optim", "warmup_tokens"), ("optim", "warmup_fraction")),
-    (("checkpoint", "every_steps"), ("checkpoint", "saves_per_epoch")),
-    (("train", "eval_every"), ("train", "evals_per_epoch")),
+    tuple(("optim", key) for key in ("warmup", "warmup_steps", "warmup_tokens", "warmup_fraction")),
 )
 
 
@@ -72,6 +69,7 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
         notes += _apply_override(draft, path, value, origin)
         _write_sources_out(draft)
     notes += replace_former(draft)  # in a whole section that an override gives
+    notes += join_former(draft)
     notes += _translate_dialects(draft)
     read_deepspeed(draft)
     _refuse_unknown_keys(draft)
@@ -147,7 +145,10 @@ def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> lis
     if translation := translate(path, value, origin):
         path, value = translation.path, translation.value
         notes.append(translation.note)
-    if value is not None or path == ("train", "eval_every"):  # there null is a choice too: only at the end
+        if value is None:
+            draft.remove(path)
+            return notes
+    if value is not None:
         for other in _alternatives(path):
             # If the overrides give two of them, a rule of the recipe refuses that.
             if draft.origin(other) != origin:
@@ -157,7 +158,9 @@ def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> lis
 
 
 def _alternatives(path: KeyPath) -> list[KeyPath]:
-    return [other for group in EXCLUSIVE_KEYS if path[:2] in group for other in group if other != path[:2]]
+    groups = [group for group in EXCLUSIVE_KEYS if path[:2] in group]
+    unit: list[KeyPath] = [("optim", "schedule_unit")] if path == ("optim", "warmup") else []
+    return [other for group in groups for other in group if other != path[:2]] + unit
 
 
 def _refuse_unknown_keys(draft: Draft) -> None:

@@ -141,7 +141,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     ),
     "grpo": ObjectiveRow(
         f"{_OBJECTIVES}.grpo:build_grpo", "prompts",
-        keys=("advantage", "normalize", "ratio", "clip_low", "clip_high", "kl_weight", "kl_unbiased"),
+        keys=("advantage", "normalize", "ratio", "clip", "kl_weight", "kl_unbiased"),
     ),
     "reward": ObjectiveRow(f"{_OBJECTIVES}.scores:build_reward", "pairs", keys=("center_weight",), head="score"),
     "classification": ObjectiveRow(

@@ -86,9 +86,9 @@ class ObjectiveConfig(Section):
         description="`grpo`: the importance ratio of each token, or the geometric mean of those of an answer "
         "(`sequence`, GSPO). It is 1 with `rollout.updates: 1`.",
     )
-    clip_low: Number = Field(0.2, ge=0, lt=1, description="`grpo`: the importance ratio is clipped at 1 minus this.")
-    clip_high: PositiveOrZero = Field(
-        0.2, description="`grpo`: the importance ratio is clipped at 1 plus this; DAPO: 0.28."
+    clip: tuple[Annotated[Number, Field(ge=0, lt=1)], PositiveOrZero] = Field(
+        (0.2, 0.2),
+        description="`grpo`: the importance ratio is clipped at 1 - the first and 1 + the second; DAPO: [0.2, 0.28].",
     )
     kl_weight: PositiveOrZero = Field(
         0.0,

@@ -7,6 +7,7 @@ from pydantic import Field
 from echelon.recipe.section import (
     Count,
     CountOrZero,
+    Every,
     Flag,
     Number,
     PathOrName,
@@ -22,16 +23,10 @@ from echelon.recipe.section import (
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
 
-    saves_per_epoch: Positive | None = Field(
-        None,
-        description="Checkpoints per pass over the training data, evenly spaced; 0.5: one in two passes. "
-        "Replaces `every_steps`.",
-    )
-    every_steps: Count | Literal["auto"] | None = Field(
-        default_factory=lambda checkpoint: None if checkpoint.get("saves_per_epoch") else 100,
-        description="Steps between checkpoints. `auto`: the interval with the least expected lost time, by the "
-        "measured cost of a save and `fault.mean_hours_between_failures`. Default: 100, unless `saves_per_epoch` is "
-        "set.",
+    every: Every | Literal["auto"] = Field(
+        100,
+        description="Steps between checkpoints, or passes over the data: `0.5 epochs`. `auto`: the interval with the "
+        "least expected lost time, by the measured cost of a save and `fault.mean_hours_between_failures`.",
     )
     snapshot_every_steps: Count | None = Field(
         None,
@@ -47,19 +42,6 @@ class CheckpointConfig(Section):
         "`s3://bucket/runs/NAME`, `gs://...` or `file:///...`. The same command on another machine resumes from there.",
     )
 
-    @rule
-    def _one_rhythm_of_saves(self) -> None:
-        if self.every_steps is not None and self.saves_per_epoch is not None:
-            raise ValueError(
-                f"checkpoint.every_steps={self.every_steps} and checkpoint.saves_per_epoch={self.saves_per_epoch:g} "
-                "are both given, but only one of them can set when to save; keep one."
-            )
-        if self.every_steps is None and self.saves_per_epoch is None:
-            raise ValueError(
-                "checkpoint.every_steps=null does not set when to save; give a number of steps, auto, or "
-                "checkpoint.saves_per_epoch."
-            )
-
 
 class EvaluateConfig(Section):
     """What happens at each evaluation."""
@@ -74,9 +56,9 @@ class EvaluateConfig(Section):
         description="Benchmarks to run during training, by lm-eval: names of its tasks, task files of lm-eval "
         "(`mine.yaml`), or files of questions (`mine.jsonl`).",
     )
-    tasks_every: Count | None = Field(
+    tasks_every: Every | None = Field(
         None,
-        description="Steps between runs of the `tasks`; the last step is followed by one. Default: at each evaluation.",
+        description="Steps (or `2 epochs`) between runs of the `tasks`, also after the last. Default: at evaluations.",
     )
     tasks_limit: Count | None = Field(None, description="Maximum number of examples of each task. Default: all.")
     early_stopping: Count | None = Field(
@@ -104,34 +86,28 @@ class MlflowConfig(Section):
         "folder.",
     )
     experiment: str = Field("echelon", description="The MLflow experiment of the run.")
-    system_metrics: Flag = Field(True, description="Also record CPU, memory, disk, network and GPU utilization.")
-    log_model: Flag = Field(
-        False, description="Add the exported model to the run's artifacts when the run is finished."
-    )
-    register_model: str | None = Field(None, description="Register the exported model under this name.")
-
-
-class WandbConfig(Section):
-    """Settings of `track: [wandb]`."""
-
-    project: str = Field("echelon", description="The W&B project of the run.")
-    entity: str | None = Field(None, description="The user or team. Default: that of the account.")
-    mode: Literal["online", "offline"] | None = Field(
-        None, description="`offline` writes to the run folder. Default: `WANDB_MODE`, otherwise online."
+    log_model: Flag | str = Field(
+        False, description="Add the exported model to the run's artifacts at its end. A text: register it by this name."
     )
 
 
 class PrometheusConfig(Section):
     """Settings of `track: [prometheus]`."""
 
-    host: str = Field(
-        "127.0.0.1",
-        description="The address of rank 0's machine to listen at. `0.0.0.0`: all its addresses. Anyone who can reach "
-        "it can read the metrics without a password.",
+    address: str = Field(
+        "127.0.0.1:auto",
+        description="`HOST:PORT` of rank 0's machine to listen at. Host `0.0.0.0`: all its addresses; anyone who can "
+        "reach it can read the metrics without a password. Port `auto`: one that is free at each start, named in a "
+        "file next to the run folder.",
     )
-    port: Annotated[int, Field(ge=1, le=65535)] | Literal["auto"] = Field(
-        "auto", description="The port. `auto`: one that is free at each start, named in a file next to the run folder."
-    )
+
+    @rule
+    def _is_host_and_port(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not (port == "auto" or (port.isdecimal() and 1 <= int(port) <= 65535)):
+            raise ValueError(
+                f"prometheus.address={self.address} is not HOST:PORT; use for example 0.0.0.0:9400 or 127.0.0.1:auto."
+            )
 
 
 class FaultConfig(Section):
@@ -180,7 +156,7 @@ class FaultConfig(Section):
     )
     mean_hours_between_failures: Positive | None = Field(
         None,
-        description="Mean hours between failures of the whole job, for `checkpoint.every_steps: auto`. Default: 50,000 "
+        description="Mean hours between failures of the whole job, for `checkpoint.every: auto`. Default: 50,000 "
         "divided by the number of processes.",
     )
     verify_replicas_every: Count | None = Field(

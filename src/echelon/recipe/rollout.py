@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from echelon.recipe.names import REWARD_MODEL, EnvironmentName, Options, RewardName, SamplerName
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, expand_list, expand_name
+from echelon.recipe.section import Count, CountOrZero, Number, Positive, Section, expand_list, expand_name
 
 
 class EnvironmentConfig(Section):
@@ -66,20 +66,18 @@ class RolloutConfig(Section):
     updates: Count = Field(
         1,
         description="Optimizer updates on the answers of a step. After the first, answers are weighted by how much "
-        "more likely they have become (the importance ratio), within `objective.clip_low` and `clip_high`.",
+        "more likely they have become (the importance ratio), within `objective.clip`.",
     )
     max_num_seqs: Count | Literal["auto"] = Field(
         "auto",
         description="Maximum number of answers that a process samples at once; fewer if its memory is too small for "
         "them beside the weights and the optimizer.",
     )
-    skip_uniform_groups: Flag = Field(
-        False, description="Leave out the groups in which all answers have the same reward: they have no gradient."
-    )
-    skip_truncated: Flag = Field(
-        False,
-        description="Do not train on answers that `max_new_tokens` has cut off. Their rewards still count in the mean "
-        "of their group.",
+    skip: tuple[Literal["uniform", "truncated"], ...] = Field(
+        (),
+        description="Answers that are not trained on: `uniform`, groups in which all have the same reward, which have "
+        "no gradient; `truncated`, those that `max_new_tokens` has cut off, whose rewards still count in the mean of "
+        "their group.",
     )
     max_mismatch: Positive | None = Field(
         None,

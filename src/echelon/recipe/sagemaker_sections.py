@@ -91,12 +91,10 @@ class SageMakerConfig(Section):
     keep_alive_seconds: CountOrZero = Field(
         0, le=21600, description="Keep the machines warm for this time after the job."
     )
-    max_attempts: Count = Field(1, le=30, description="Maximum number of attempts if SageMaker itself fails.")
     checkpoint_uri: str | None = Field(None, description="S3 address of the checkpoints. Default: below bucket.")
     subnets: tuple[str, ...] = Field((), description="Subnets of your VPC; requires security_group_ids.")
     security_group_ids: tuple[str, ...] = Field((), description="Security groups of your VPC; requires subnets.")
     network_isolation: Flag = Field(False, description="No network access except between the machines.")
-    encrypt_traffic: Flag = Field(False, description="Encrypt traffic between the machines; slower.")
     kms_key: str | None = Field(None, description="KMS key for uploads, volumes and output.")
     tags: dict[str, str] = Field(default_factory=dict, description="Of the job.")
     secrets: dict[str, str] = Field(
@@ -113,8 +111,8 @@ class SageMakerConfig(Section):
     training_plan_arn: str | None = Field(None, description="ARN of reserved capacity.")
     patch: dict[str, Any] = Field(
         default_factory=dict,
-        description="Merged into the CreateTrainingJob request, for members without a key here: `{RemoteDebugConfig: "
-        "{EnableRemoteDebug: true}}`; null removes a member.",
+        description="Merged into the CreateTrainingJob request, for members without a key here: `{RetryStrategy: "
+        "{MaximumRetryAttempts: 2}, EnableInterContainerTrafficEncryption: true}`; null removes a member.",
     )
     distribution: dict[str, Any] = Field(
         default_factory=lambda: {"torch_distributed": {"enabled": True}},

@@ -26,7 +26,7 @@ class _Course:
 def build_schedule(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> Schedule:
     """Return the function from a step to its learning rate: linear warm-up to the peak, then `config.schedule`.
 
-    The position of a step is its index, or, with `schedule_unit: tokens`, the number of tokens before it. A step of the
+    The position of a step is its index, or, with a warm-up in tokens, the number of tokens before it. A step of the
     warm-up has the fraction of the peak that the warm-up reaches at the end of the step, so the rate of the first step
     is above 0; the first step after the warm-up has the peak. The last step and steps beyond it have exactly
     `min_learning_rate_fraction` of the peak, except under `constant`, which does not decay, and `inverse_sqrt`, which
@@ -50,9 +50,7 @@ def find_fault(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> s
     """Return an error message if the schedule does not fit a run of this length, otherwise None."""
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
-    given = f"optim.warmup_{unit}={course.warmup}"
-    if config.warmup_fraction is not None:
-        given = f"optim.warmup_fraction={config.warmup_fraction:g} ({course.warmup} {unit})"
+    given = f"optim.warmup={config.warmup!r}" + (f" ({course.warmup} {unit})" if "%" in str(config.warmup) else "")
     if course.warmup > total:
         return f"{given} is more than the {total} {unit} of the whole run; use at most {total}."
     decay = Fraction(str(config.decay_fraction)) * total
@@ -67,15 +65,12 @@ def find_fault(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> s
 
 
 def find_warmup(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> int:
-    """Return the length of the warm-up for a run of this length, in `schedule_unit`.
+    """Return the length of the warm-up for a run of this length, in `config.schedule_unit`.
 
-    A fraction is rounded up, as in `transformers` (`TrainingArguments.get_warmup_steps`), but in decimal arithmetic:
+    A share is rounded up, as in `transformers` (`TrainingArguments.get_warmup_steps`), but in decimal arithmetic:
     0.07 of 100 steps are 7, while binary floating point gives 7.000000000000001, rounded up to 8.
     """
-    total = _place(config, batches)(num_steps)
-    if config.warmup_fraction is not None:
-        return math.ceil(Fraction(str(config.warmup_fraction)) * total)
-    return config.warmup_tokens if config.schedule_unit == "tokens" else config.warmup_steps
+    return config.warmup_of(_place(config, batches)(num_steps))
 
 
 def render_schedule(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> str:
@@ -83,7 +78,7 @@ def render_schedule(config: OptimConfig, num_steps: int, batches: BatchSchedule)
     rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
     steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
     unit = f" ({course.total:,} tokens)" if config.schedule_unit == "tokens" else ""
-    share = f" ({config.warmup_fraction:g} of the run)" if config.warmup_fraction else ""
+    share = f" ({str(config.warmup).partition('%')[0]} % of the run)" if "%" in str(config.warmup) else ""
     warmup = f", warm-up over {course.warmup:,} {config.schedule_unit}{share}" if course.warmup else ""
     rates = ", ".join(f"{rate(step):.2e} at step {step + 1:,}" for step in steps)
     return f"schedule: {config.schedule} over {num_steps:,} steps{unit}{warmup}: {rates}"

@@ -1,7 +1,9 @@
 """The base class of a recipe's sections: frozen, no unknown keys, exact types, hashable by content."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial, wraps
 from pathlib import Path
@@ -125,6 +127,38 @@ def read_count(text: str) -> Fraction | None:
     return None if match is None else Fraction(match[1]) * SUFFIXES[match[2].lower()]
 
 
+def read_amount(value: Any) -> tuple[Fraction, str]:
+    """The exact number and the unit in `1B tokens`, `1/3 epochs`, `2% of tokens`; a number is steps, all else -1."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return Fraction(str(value)), "steps"
+    head, _, unit = str(value).strip().lower().replace("%", " %").partition(" ")
+    number, *rest = [read_count(part) for part in head.split("/", 1)]
+    divisor = rest[0] if rest else Fraction(1)
+    return (Fraction(-1), "") if number is None or not divisor else (number / divisor, unit.strip())
+
+
+def show_number(number: Fraction) -> str:
+    """The exact number as a decimal, or as a ratio if it has none: `0.5`, `1/3`."""
+    decimal = Decimal(number.numerator) / number.denominator
+    return f"{decimal.normalize():f}" if Fraction(decimal) == number else str(number)
+
+
+def read_epochs(every: int | str | None) -> Fraction | None:
+    """The passes over the data in a rhythm; None if it is in steps."""
+    number, unit = read_amount(every)
+    return number if unit == "epochs" else None
+
+
+def _check_rhythm(value: Any) -> Any:
+    """Write steps as a number, and passes over the data as `N epochs`."""
+    number, unit = read_amount(value)
+    if number > 0 and unit in ("epoch", "epochs"):
+        return f"{show_number(number)} epochs"
+    if number < 1 or number % 1 or unit not in ("step", "steps"):
+        raise PydanticCustomError("rhythm", "a number of steps or epochs")
+    return int(number)
+
+
 def _count_of_text(value: Any) -> Any:
     if not isinstance(value, str):
         return value
@@ -189,15 +223,12 @@ CountOrZero = Annotated[int, Strict(), Field(ge=0), _FromWholeFloat]
 _FromText = BeforeValidator(_count_of_text)
 
 
-def _count_schema(least: int) -> WithJsonSchema:
-    pattern = r"^[0-9]+(_[0-9]+)*(\.[0-9]*)?([eE]\+?[0-9]{1,2})? ?[kKmMbBtT]$"
-    text = {"type": "string", "pattern": pattern, "examples": ["2B"]}
-    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": least}, text]})
-
-
-Tokens = Annotated[Count, _FromText, _count_schema(1)]
+_PATTERN = r"^[0-9]+(_[0-9]+)*(\.[0-9]*)?([eE]\+?[0-9]{1,2})? ?[kKmMbBtT]$"
+_TEXT = {"type": "string", "pattern": _PATTERN, "examples": ["2B"]}
+Tokens = Annotated[Count, _FromText, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _TEXT]})]
 """A number of tokens, which may be written with a suffix: `2B`."""
-TokensOrZero = Annotated[CountOrZero, _FromText, _count_schema(0)]
+Every = Annotated[int | str, BeforeValidator(_check_rhythm)]
+"""How often something is done: a number of steps, or of passes over the training data, such as `0.5 epochs`."""
 Number = Annotated[float, Strict()]
 Positive = Annotated[Number, Field(gt=0)]
 PositiveOrZero = Annotated[Number, Field(ge=0)]

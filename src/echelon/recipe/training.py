@@ -1,25 +1,28 @@
 """Sections of the recipe: steps and batch, optimizer, parallelism."""
 
+import math
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from echelon.recipe.engines import ENGINES
 from echelon.recipe.names import DIALECTS, OneOf, OptimizerName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     Count,
-    CountOrZero,
+    Every,
     Flag,
     Number,
     Positive,
     PositiveOrZero,
     Section,
     Tokens,
-    TokensOrZero,
     expand_list,
     name_or_mapping,
+    read_amount,
     rule,
+    show_number,
 )
 
 STEP_KEYS = ("steps", "tokens", "epochs")
@@ -30,11 +33,6 @@ ParallelName = Literal["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Annotated[str, OneOf(ENGINES, DIALECTS, outside=False)]
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 """The axes of the processes of one replica, outermost first where a recipe says nothing else."""
-# SageMaker's placement strategies, outermost axis first: DPT and TPD, of data, pipeline and tensor parallelism.
-PLACEMENTS: dict[str, tuple[AxisName, ...]] = {
-    "cluster": ("dp_replicate", "dp_shard", "cp", "pp", "tp"),
-    "spread": ("tp", "pp", "dp_replicate", "dp_shard", "cp"),
-}
 CpMethod = Literal["allgather", "ulysses", "ring"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -116,15 +114,11 @@ class TrainConfig(Section):
         "auto", description="Sequences per forward and backward pass on one device. Does not change the result."
     )
     batch_ramp: BatchRampConfig | None = Field(None, description="Start with a smaller global batch.")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_rowwise"] = Field(
         "auto",
         description="Compute dtype; master weights and reductions stay fp32. `auto`: bf16 where it is fast. `fp8`: "
-        "bf16, and float8 in the products of linear layers, on GPUs that have it.",
-    )
-    float8_scaling: Float8Scaling = Field(
-        "tensorwise",
-        description="Of precision fp8: one scale for each tensor, whose shards are gathered in float8; or `rowwise`, "
-        "one for each row, which rounds less and gathers weights in bf16.",
+        "bf16, and float8 in the products of linear layers, on GPUs that have it, with a scale for each tensor, whose "
+        "shards are gathered in float8; `fp8_rowwise`: one for each row, which rounds less and gathers in bf16.",
     )
     master_weights: Literal["fp32", "bf16_stochastic", "bf16_kahan"] = Field(
         "fp32",
@@ -139,15 +133,10 @@ class TrainConfig(Section):
         "`{mlp_tiles: 8}`. `auto`: "
         "`none`, `selective` or `full`, whichever is fastest with the largest micro batch that fits.",
     )
-    activation_offloading: Flag = Field(
+    activation_offloading: Flag | Count = Field(
         False,
         description="Keep what the layers save for the backward pass in host memory, copied beside the computation. "
-        "For GPUs.",
-    )
-    activation_loading_horizon: CountOrZero = Field(
-        1,
-        description="With `activation_offloading`: layers whose activations are loaded ahead of the layer that is "
-        "differentiated.",
+        "For GPUs. A number: so many layers are loaded ahead of the one that is differentiated; `true`: 1.",
     )
     deterministic: Flag = Field(False, description="Use only operations whose results are bit for bit reproducible.")
     allow_cpu: Flag = Field(
@@ -162,15 +151,9 @@ class TrainConfig(Section):
     )
     callbacks: Callbacks = Field((), description="Your own code, called after steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
-    evals_per_epoch: Positive | None = Field(
-        None,
-        description="Evaluations per pass over the training data, evenly spaced; 0.5: one in two passes. "
-        "Replaces `eval_every`.",
-    )
-    eval_every: Count | None = Field(
-        default_factory=lambda train: None if train.get("evals_per_epoch") else 100,
-        description="Steps between evaluations; `null`: only at the end. Default: 100, unless `evals_per_epoch` is "
-        "set.",
+    eval_every: Every | None = Field(
+        100,
+        description="Steps between evaluations, or passes over the data: `0.5 epochs`. `null`: only at the end.",
     )
 
     @property
@@ -190,21 +173,17 @@ class TrainConfig(Section):
                     f"{' and '.join(given)} are both given, but only one of {names} can set {what}; keep one."
                 )
 
-    @rule
-    def _only_what_left_is_loaded(self) -> None:
-        if self.activation_loading_horizon != 1 and not self.activation_offloading:
-            raise ValueError(
-                f"train.activation_loading_horizon={self.activation_loading_horizon} is for activations in host "
-                "memory; set train.activation_offloading=true, or remove it."
-            )
 
-    @rule
-    def _one_rhythm_of_evaluations(self) -> None:
-        if self.eval_every is not None and self.evals_per_epoch is not None:
-            raise ValueError(
-                f"train.eval_every={self.eval_every} and train.evals_per_epoch={self.evals_per_epoch:g} are both "
-                "given, but only one of them can set when to evaluate; keep one."
-            )
+def _check_warmup(value: Any) -> Any:
+    """Write steps as a number, tokens as `N tokens`, and a share of the run as `N%` or `N% of tokens`."""
+    number, unit = read_amount(value)
+    if 0 < number < 1 and isinstance(value, float):
+        number, unit = 100 * number, "%"
+    if 0 <= number < 100 and unit in ("%", "% of steps", "% of tokens"):
+        return f"{show_number(number)}{unit.removesuffix(' of steps')}"
+    if number < 0 or number % 1 or unit not in ("steps", "tokens"):
+        raise PydanticCustomError("warmup", "a number of steps or tokens, or a share of the run")
+    return int(number) if unit == "steps" else f"{int(number)} tokens"
 
 
 class OptimConfig(Section):
@@ -245,17 +224,10 @@ class OptimConfig(Section):
         description="Decay of the learning rate after the warm-up. `constant`: none. `wsd`: none, then a decay "
         "in the last `decay_fraction` of the run.",
     )
-    schedule_unit: Literal["steps", "tokens"] = Field(
-        "steps", description="Unit in which the schedule advances; they differ with `train.batch_ramp`."
-    )
-    warmup_steps: CountOrZero = Field(0, description="Steps of the linear warm-up.")
-    warmup_tokens: TokensOrZero = Field(0, description="Tokens of the warm-up, with `schedule_unit: tokens`.")
-    warmup_fraction: Number | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="Warm-up as a fraction of the run, rounded up to whole steps (tokens, with `schedule_unit: "
-        "tokens`). Replaces the two keys above.",
+    warmup: Annotated[int | str, BeforeValidator(_check_warmup)] = Field(
+        0,
+        description="The linear warm-up: a number of steps, or `1B tokens`, `2%` of the run's steps, `2% of tokens`. "
+        "In tokens, the whole schedule advances with them; that differs with `train.batch_ramp`.",
     )
     decay_fraction: Number = Field(0.2, gt=0, le=1, description="Fraction of the run in which `wsd` decays.")
     polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
@@ -276,25 +248,6 @@ class OptimConfig(Section):
             raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
 
     @rule
-    def _warmup_is_in_the_schedule_unit(self) -> None:
-        other = "steps" if self.schedule_unit == "tokens" else "tokens"
-        if (warmup := getattr(self, f"warmup_{other}")) != 0:
-            raise ValueError(
-                f"optim.warmup_{other}={warmup} is a warm-up in {other}, and optim.schedule_unit is "
-                f"{self.schedule_unit}; set optim.warmup_{self.schedule_unit} instead, or "
-                f"optim.schedule_unit={other}."
-            )
-
-    @rule
-    def _one_length_of_the_warmup(self) -> None:
-        for key in ("warmup_steps", "warmup_tokens"):
-            if self.warmup_fraction is not None and (warmup := getattr(self, key)) != 0:
-                raise ValueError(
-                    f"optim.{key}={warmup} and optim.warmup_fraction={self.warmup_fraction:g} are both given, but only "
-                    "one of them can set the warm-up; keep one."
-                )
-
-    @rule
     def _schedule_has_what_it_needs(self) -> None:
         for key, schedule in (("decay_fraction", "wsd"), ("polynomial_power", "polynomial")):
             value, default = getattr(self, key), type(self).model_fields[key].default
@@ -304,15 +257,22 @@ class OptimConfig(Section):
                     "remove one."
                 )
         if self.schedule == "inverse_sqrt" and not self.warms_up:
-            raise ValueError(
-                "optim.schedule=inverse_sqrt needs a warm-up; "
-                f"set optim.warmup_{self.schedule_unit} or optim.warmup_fraction."
-            )
+            raise ValueError("optim.schedule=inverse_sqrt needs a warm-up; set optim.warmup, for example to 2%.")
 
     @property
     def warms_up(self) -> bool:
         """Whether there is a warm-up."""
-        return bool(self.warmup_steps or self.warmup_tokens or self.warmup_fraction)
+        return self.warmup_of(100) > 0
+
+    @property
+    def schedule_unit(self) -> Literal["steps", "tokens"]:
+        """The unit in which the schedule advances."""
+        return "tokens" if str(self.warmup).endswith("tokens") else "steps"
+
+    def warmup_of(self, total: int) -> int:
+        """The length of the warm-up in a run of `total` steps, or tokens; a share of it is rounded up."""
+        number, _ = read_amount(self.warmup)
+        return math.ceil(number * total / 100) if "%" in str(self.warmup) else int(number)
 
 
 def _default_betas(name: str | None) -> tuple[float, float]:
@@ -366,11 +326,6 @@ class ParallelConfig(Section):
     microbatches: Count | None = Field(
         None, description="With `pp`: microbatches of a step, in place of `train.micro_batch_size`."
     )
-    placement: Literal["cluster", "spread"] | None = Field(
-        None,
-        description="Which processes are neighbours: those of `tp`, then of `pp` (`cluster`); those of data "
-        "parallelism, then of `pp` (`spread`). Absent: those of `tp`, `cp`, then of data parallelism.",
-    )
     order: tuple[AxisName, ...] | None = Field(
-        None, description="Order of the axes, outermost first, in place of `placement`."
+        None, description="Order of the axes, outermost first. Absent: `[pp, dp_replicate, dp_shard, cp, tp]`."
     )

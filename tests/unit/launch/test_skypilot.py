@@ -31,9 +31,8 @@ CASES = {
         "checkpoint.remote=null", "run.dir=/runs/demo", "data.train.0.path=/data/text", "launch.nproc_per_node=4",
         "launch.skypilot.resources={accelerators: {H100: 4, A100-80GB: 4}, image_id: 'docker:registry.example/e:1', "
         "job_recovery: {strategy: FAILOVER, max_restarts_on_errors: 2}}",
-        "launch.skypilot.file_mounts={/data: 's3://bucket/text', /runs: {source: 's3://bucket/runs', "
-        "mode: MOUNT_CACHED}}",
-        "launch.skypilot.patch={workdir: .}",
+        "launch.skypilot.patch={workdir: ., file_mounts: {/data: 's3://bucket/text', "
+        "/runs: {source: 's3://bucket/runs', mode: MOUNT_CACHED}}}",
     ),
 }  # fmt: skip
 

@@ -28,9 +28,9 @@ launch: {to: slurm}
 """
 FULL = [
     "launch.nodes='2:4'", "launch.nproc_per_node=8", "launch.max_hours=36", "launch.python=/opt/a b/bin/python",
-    "launch.setup=[module load cuda]", """launch.env={GREETING: "it's $HOME"}""", "launch.slurm.partition=gpu",
-    "launch.slurm.cpus_per_task=96", "launch.slurm.memory=0",
-    "launch.slurm.options={account: team, qos: long, constraint: h100&ib, reservation: r, exclusive: true, "
+    "launch.setup=[module load cuda]", """launch.env={GREETING: "it's $HOME"}""",
+    "launch.slurm.options={partition: gpu, cpus-per-task: 96, mem: 0, "
+    "account: team, qos: long, constraint: h100&ib, reservation: r, exclusive: true, "
     """mail-type: END, comment: 'a "b" \\\\ #c', nice: 10, reboot: true, hold: false}""",
 ]  # fmt: skip
 PYXIS = [
@@ -150,7 +150,7 @@ def test_inputs_outside_of_the_container_are_named(make, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("launch.slurm.memory=200GB", "launch.slurm.memory=200GB is not a valid Slurm memory size; .* 200G"),
+        ("launch.slurm.options.mem=200GB", "launch.slurm.options.mem=200GB is not a valid Slurm memory size; .* 200G"),
         ("launch.slurm.options={time: 10}", "options.time=10: echelon sets this option from launch.max_hours"),
         (
             "launch.slurm.options={requeue: true}",
@@ -173,8 +173,8 @@ def test_inputs_outside_of_the_container_are_named(make, monkeypatch):
             "launch={to: slurm, slurm: {container: {runtime: pyxis, image: a}}};run.dir=/scratch/run",
             "run.dir=/scratch/run is /scratch/run, which the container does not see; add its folder",
         ),
-        ("launch.slurm.partition=''", "'' cannot be the value of sbatch's --partition"),
-        ('launch.slurm.partition="a\\nb"', "cannot be the value of sbatch's --partition"),
+        ("launch.slurm.options.partition=''", "'' cannot be the value of sbatch's --partition"),
+        ('launch.slurm.options.partition="a\\nb"', "must be one line of printable characters"),
         ("launch.max_hours=0.03", "launch.max_hours=0.03 leaves no time to train: .* use more than 0.05"),
         ("fault.notice_seconds=70000", "fault.notice_seconds=70000: .* use 65475 or less"),
     ],
@@ -185,10 +185,12 @@ def test_requests_that_slurm_would_refuse_are_refused(make, override, message):
 
 
 def test_options_with_keys_in_earlier_versions_are_read_from_those(make):
-    earlier = ["account=team", "qos=long", "constraint='h100&ib'", "reservation=r", "exclusive=true"]
+    earlier = ["account=team", "qos=long", "constraint='h100&ib'", "reservation=r", "exclusive=true", "partition=gpu"]
+    earlier += ["cpus_per_task=96", "memory=0"]
     options = make(*(f"launch.slurm.{word}" for word in earlier)).recipe.launch.slurm.options
     assert options == {
         "account": "team", "qos": "long", "constraint": "h100&ib", "reservation": "r", "exclusive": True,
+        "partition": "gpu", "cpus-per-task": 96, "mem": 0,
     }  # fmt: skip
 
 
@@ -197,8 +199,8 @@ def test_gpus_and_memory_are_requested_once(make):
     with pytest.raises(ConfigError, match=r"options\.gres=gpu:h100:8: .* already requests 8 GPUs per machine"):
         SlurmLauncher().check(make("launch.nproc_per_node=8", gres))
     SlurmLauncher().check(make("launch.nproc_per_node=8", gres, "launch.slurm.gpus_per_node=0"))
-    with pytest.raises(ConfigError, match=r"options\.mem-per-cpu=4G and launch\.slurm\.memory=1G exclude each other"):
-        SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.memory=1G"))
+    with pytest.raises(ConfigError, match=r"options\.mem-per-cpu=4G and mem=1G exclude each other"):
+        SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.options.mem=1G"))
 
 
 @pytest.mark.parametrize("key", ["sync={name: quorum, replicas: 2}", "fault.on_lost_process=replace"])

@@ -114,11 +114,10 @@ def test_the_rendered_commands(name, overrides):
         ("launch.torchrun.hosts=[a, a]", "names a twice"),
         ("launch.torchrun.hosts=[a, -oProxyCommand=reboot]", "neither a host name nor an IPv4 address"),
         ("launch.torchrun.hosts=[a, 'b;reboot']", "neither a host name nor an IPv4 address"),
-        ("launch.torchrun.hosts=[a, me@b]", "set launch.torchrun.user=me"),
+        ("launch.torchrun.hosts=[a, me@b]", r"set launch.torchrun.ssh_options=\[-l, me\]"),
         ("launch.torchrun.hosts=[localhost, b]", "is a different machine on each host"),
         ("launch.torchrun.hosts=[a, b, c]", "launch.nodes=2 does not fit the 3 hosts"),
         ("launch.nodes='3:4'", "launch.nodes=3:4 does not fit the 2 hosts"),
-        ("launch.torchrun.user=-oX", "is not a valid user name"),
         ("launch.torchrun.workdir=shared", "is not an absolute path"),
     ],
 )
@@ -194,7 +193,7 @@ def test_a_machine_that_does_not_share_the_folder_is_named(shared):
 
 def test_rendered_lines_are_valid_shell_lines():
     """Each line of start.sh has exactly the arguments that `submit` runs."""
-    job = make("/work dir", "launch.torchrun.user=me")
+    job = make("/work dir", "launch.torchrun.ssh_options=[-l, me]")
     for line, host in zip(TorchrunLauncher().render(job)["start.sh"].splitlines(), "ab", strict=True):
         words = shlex.split(line)
         assert words[0] == "ssh" and words[words.index("--") + 1] == host and len(words) == words.index("--") + 3

@@ -26,7 +26,7 @@ def test_the_shape_matches_the_size_within_three_percent(tmp_path: Path, params:
     assert shape.num_heads * shape.head_dim == shape.hidden_size and shape.head_dim in (64, 128)
     assert 2 < shape.intermediate_size / shape.hidden_size < 3.4
     assert recipe.train.tokens == 20 * params
-    assert 0 < recipe.optim.warmup_steps <= 0.05 * recipe.num_steps(0) + 1
+    assert 0 < recipe.optim.warmup <= 0.05 * recipe.num_steps(0) + 1
 
 
 @pytest.mark.parametrize("params", [125_000_000, 1_300_000_000, 7_000_000_000, 70_000_000_000])
@@ -77,7 +77,7 @@ def test_short_runs_have_smaller_batches_and_shorter_warm_ups() -> None:
     # C = 6 N D = 6e15: 0.2920 * C^0.3271 = 42 thousand tokens, and a little more with attention.
     assert short["global_batch_tokens"] in (32768, 65536) and long["global_batch_tokens"] >= 131072
     steps = math.ceil(100_000_000 / short["global_batch_tokens"])
-    assert short["warmup_steps"] == round(0.05 * steps)
+    assert short["warmup"] == round(0.05 * steps)
     assert short["learning_rate"] == pytest.approx(0.003239 - 0.0001395 * 16.12, abs=5e-5)  # ln 1e7 = 16.118
 
 

@@ -61,7 +61,7 @@ def test_layers_that_are_gathered_in_float8_send_a_byte_less_for_each_weight():
     shape = build_shape(SMALL)
     plain, tensorwise, rowwise = (
         sum(count_step_bytes(shape, plan_of("fsdp", **options)).values())
-        for options in ({}, {"precision": "fp8"}, {"precision": "fp8", "float8_scaling": "rowwise"})
+        for options in ({}, {"precision": "fp8"}, {"precision": "fp8_rowwise"})
     )
     layers = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048)
     assert plain - tensorwise == pytest.approx(8 * 2 * 7 / 8 * layers)  # 8 microbatches, forward and backward

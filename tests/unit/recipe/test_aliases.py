@@ -22,9 +22,9 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
 def test_a_warm_up_fraction_has_two_spellings(tmp_path: Path) -> None:
     for spelling in ("warmup_ratio", "warmup_steps"):  # the second since `transformers` 5
         recipe, notes = load_text(tmp_path, f"{spelling}: 0.03\n" + SMALL)
-        assert (recipe.optim.warmup_fraction, recipe.optim.warmup_steps) == (0.03, 0)
+        assert recipe.optim.warmup == "3%"
         (note,) = notes
-        assert note.endswith(f"line 1: {spelling}: 0.03 is read as optim.warmup_fraction: 0.03.")
+        assert note.endswith(f"line 1: {spelling}: 0.03 is read as optim.warmup: 0.03.")
 
 
 def test_a_flat_recipe_of_hf_or_axolotl_loads(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ seed: 42
     assert (recipe.data.validation_fraction, recipe.data.sequence_len, recipe.data.packing) == (0.05, 512, True)
     assert (recipe.train.precision, recipe.train.activation_checkpointing) == ("bf16", "full")
     assert (recipe.train.micro_batch_size, recipe.global_batch_size, recipe.train.steps) == (2, 16, 1000)
-    assert (recipe.optim.name, recipe.optim.learning_rate, recipe.optim.warmup_steps) == ("adamw", 2e-5, 10)
+    assert (recipe.optim.name, recipe.optim.learning_rate, recipe.optim.warmup) == ("adamw", 2e-5, 10)
     assert (recipe.train.log_every, recipe.train.eval_every) == (5, 50)
-    assert (recipe.checkpoint.every_steps, recipe.checkpoint.keep_last) == (200, 2)
+    assert (recipe.checkpoint.every, recipe.checkpoint.keep_last) == (200, 2)
     assert (recipe.track, recipe.model.attn_implementation) == (("tensorboard",), None)
     assert len(notes) == len(text.splitlines()) - 1  # one message per key; `datasets` has two lines
     where = tmp_path / "recipe.yaml"
@@ -88,10 +88,10 @@ def test_the_sections_of_torchtitan_are_understood() -> None:
         "run": {"dir": "out"},
         "train": {"steps": 10, "global_batch_tokens": 4096, "activation_checkpointing": "selective"},
         "data": {"sequence_len": 512},
-        "optim": {"name": "adamw", "learning_rate": 8e-4, "max_grad_norm": 0.5, "warmup_steps": 3,
+        "optim": {"name": "adamw", "learning_rate": 8e-4, "max_grad_norm": 0.5, "warmup": 3,
                   "min_learning_rate_fraction": 0.1},
         "parallel": {"dp_shard": "auto", "tp": 2},
-        "checkpoint": {"every_steps": 500, "keep_last": 2},
+        "checkpoint": {"every": 500, "keep_last": 2},
     }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_spellings(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
 
 
 def test_echelons_own_keys_give_no_message(tmp_path: Path) -> None:
-    assert load_text(tmp_path, SMALL + "parallel: fsdp\ncheckpoint: {every_steps: 5}\n")[1] == []
+    assert load_text(tmp_path, SMALL + "parallel: fsdp\ncheckpoint: {every: 5}\n")[1] == []
 
 
 def test_overrides_may_use_aliases(tmp_path: Path) -> None:

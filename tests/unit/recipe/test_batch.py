@@ -121,7 +121,7 @@ def test_steps_of_events_per_epoch(batches, num_samples, per_epoch):
 
 
 def test_an_epoch_ends_where_a_run_of_one_epoch_ends(tmp_path):
-    recipe, _ = load_text(tmp_path, SMALL.replace("steps: 100", "epochs: 3\n  evals_per_epoch: 1"))
+    recipe, _ = load_text(tmp_path, SMALL.replace("steps: 100", "epochs: 3\n  eval_every: 1 epoch"))
     assert recipe.num_steps(100) == 38 and recipe.evaluation_rhythm(100).first_steps(3) == (13, 25, 38)
     assert load_text(tmp_path, render_recipe(recipe))[0] == recipe, "what a run keeps of its recipe loads"
 
@@ -132,25 +132,23 @@ def test_events_by_steps():
     assert never.first_steps(2) == () and not any(never.is_due(done) for done in range(100))
 
 
-BOTH = SMALL.replace("steps: 100", "steps: 100\n  evals_per_epoch: 2") + "checkpoint: {saves_per_epoch: 1}\n"
+BOTH = SMALL.replace("steps: 100", "steps: 100\n  eval_every: 0.5 epochs") + "checkpoint: {every: 1 epochs}\n"
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("run.seed=0", (None, 2, None, 1)),
-        ("train.eval_every=5", (5, None, None, 1)),
-        ("train.eval_every=null", (None, None, None, 1)),  # only at the end
-        ("checkpoint.every_steps=auto", (None, 2, "auto", None)),
-        ("checkpoint.saves_per_epoch=null", (None, 2, 100, None)),
-        ("train.evals_per_epoch=null", (100, None, None, 1)),
+        ("run.seed=0", ("0.5 epochs", "1 epochs")),
+        ("train.eval_every=5", (5, "1 epochs")),
+        ("train.eval_every=null", (None, "1 epochs")),  # only at the end
+        ("checkpoint.every=auto", ("0.5 epochs", "auto")),
+        ("checkpoint.every=2/6 epochs", ("0.5 epochs", "1/3 epochs")),
+        ("checkpoint.every=7 steps", ("0.5 epochs", 7)),
     ],
 )
-def test_an_override_replaces_the_other_unit(tmp_path, override, expected):
+def test_a_rhythm_has_a_unit(tmp_path, override, expected):
     recipe, _ = load_text(tmp_path, BOTH, override)
-    train, checkpoint = recipe.train, recipe.checkpoint
-    found = (train.eval_every, train.evals_per_epoch, checkpoint.every_steps, checkpoint.saves_per_epoch)
-    assert found == expected
+    assert (recipe.train.eval_every, recipe.checkpoint.every) == expected
 
 
 MIXED = BOTH.replace("[{path: text.txt}]", "[{path: a.txt, weight: 2}, b.txt]")
@@ -159,19 +157,15 @@ MIXED = BOTH.replace("[{path: text.txt}]", "[{path: a.txt, weight: 2}, b.txt]")
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        (BOTH, ("train.eval_every=3", "train.evals_per_epoch=1"), "train.eval_every=3 and train.evals_per_epoch=1 are"),
-        (
-            BOTH,
-            ("checkpoint.every_steps=3", "checkpoint.saves_per_epoch=1"),
-            "checkpoint.every_steps=3 and checkpoint.",
-        ),
-        (SMALL, ("checkpoint.every_steps=null",), "checkpoint.every_steps=null does not set when to save"),
-        (SMALL, ("train.evals_per_epoch=0",), "train.evals_per_epoch=0 must be more than 0"),
-        (MIXED, (), "checkpoint.saves_per_epoch=1 is not defined for sources with a weight, which have no epoch in"),
-        (MIXED, ("checkpoint.every_steps=9",), "train.evals_per_epoch=2 is not defined for sources with a weight"),
+        (SMALL, ("checkpoint.every=null",), "checkpoint.every=null must be a number of steps, or of passes over"),
+        (SMALL, ("train.eval_every=0 epochs",), "train.eval_every=0 epochs must be a number of steps, or of passes"),
+        (SMALL, ("train.eval_every=1.5",), "train.eval_every=1.5 must be a number of steps, or of passes over the"),
+        (SMALL, ("train.eval_every=2 hours",), "train.eval_every=2 hours must be a number of steps, or of passes"),
+        (MIXED, (), "checkpoint.every='1 epochs' is not defined for sources with a weight, which have no epoch in"),
+        (MIXED, ("checkpoint.every=9",), "train.eval_every='0.5 epochs' is not defined for sources with a weight"),
     ],
 )
-def test_two_units_and_epochs_of_mixtures_are_refused(tmp_path, text, overrides, message):
+def test_other_units_and_epochs_of_mixtures_are_refused(tmp_path, text, overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, text, *overrides)
     assert message in str(caught.value)

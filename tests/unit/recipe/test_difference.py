@@ -34,7 +34,7 @@ def test_differences_are_dotted_keys_in_recipe_order(tmp_path: Path) -> None:
     "override",
     [
         "run.name=other", "run.dir=elsewhere", "train.steps=101", "train.log_every=10", "train.eval_every=null",
-        "evaluate.batches=3", "checkpoint.every_steps=7", "checkpoint.async=false", "track=[tensorboard]",
+        "evaluate.batches=3", "checkpoint.every=7", "checkpoint.async=false", "track=[tensorboard]",
         "parallel=fsdp", "parallel.dp_shard=2", "train.micro_batch_size=2", "data.prepare_workers=1",
     ],
 )  # fmt: skip

@@ -1,6 +1,8 @@
 """Keys of earlier versions are read as those that replace them."""
 
 import json
+import re
+from operator import attrgetter
 
 import pytest
 
@@ -9,6 +11,7 @@ from echelon.recipe.draft import Draft
 from echelon.recipe.former_keys import FORMER as FORMER_KEYS
 from echelon.recipe.former_keys import read_former, replace_former
 from echelon.recipe.load import build_recipe
+from echelon.recipe.render import recipe_mapping
 
 MINIMAL = {
     "run": {"name": "tiny"},
@@ -22,7 +25,6 @@ FORMER = {
     "train.old": "train.new",
     "launch.pods.tolerations": lambda value: {"launch.pods.patch": {"spec": {"tolerations": value}}},
     "train.needless": lambda value: {},
-    "train.unused": "it is unused",
 }
 
 
@@ -51,14 +53,6 @@ def test_a_needless_key_is_removed_with_its_empty_section():
         "recipe.yaml: train.needless: 1 is of an earlier version and is read as nothing; remove it."
     ]
     assert draft.data == {"run": {"name": "a"}}
-
-
-def test_a_needless_key_may_have_a_reason():
-    draft = make_draft({"train": {"unused": 1, "steps": 2}})
-    assert replace_former(draft, FORMER) == [
-        "recipe.yaml: train.unused: 1 is of an earlier version and is read as nothing, because it is unused; remove it."
-    ]
-    assert draft.data == {"train": {"steps": 2}}
 
 
 def test_keys_of_sagemaker_are_parts_of_the_request():
@@ -135,3 +129,76 @@ def test_a_former_key_in_a_section_of_an_override_is_read():
     given = {**MINIMAL, "train": {"steps": 5, "global_batch_size": 2}, "engine": "tensorflow"}
     recipe, notes = build_recipe(given, ["tensorflow={strategy: single}"])
     assert recipe.tensorflow.strategy == "multi_worker" and len(notes) == 1
+
+
+OLD = {
+    "optim": {"learning_rate": 1e-3, "warmup_steps": 0, "warmup_tokens": 0, "schedule_unit": "tokens"},
+    "train": {"steps": 100, "global_batch_size": 2, "eval_every": None, "evals_per_epoch": 2, "precision": "fp8",
+              "float8_scaling": "rowwise", "activation_offloading": True, "activation_loading_horizon": 3},
+    "checkpoint": {"every_steps": None, "saves_per_epoch": 3},
+    "parallel": {"tp": 2, "placement": "spread"},
+    "objective": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28},
+    "rollout": {"skip_uniform_groups": True, "skip_truncated": False, "max_new_tokens": 8, "group_size": 2},
+    "reward": "exact",
+    "mlflow": {"system_metrics": False, "register_model": "mine"},
+    "wandb": {"project": "echelon", "entity": "team", "mode": "offline"},
+    "prometheus": {"host": "::", "port": 9400},
+    "horovod": {"fusion_threshold_mb": 2, "cycle_time_ms": 3.5, "compression": "none"},
+    "launch": {
+        "torchrun": {"user": "me", "ssh_options": ["-p", "22"]}, "slurm": {"partition": "a", "memory": 0},
+        "ray": {"cpus_per_node": 0}, "skypilot": {"file_mounts": {"/a": "s3://b"}},
+        "sagemaker": {"max_attempts": 3, "encrypt_traffic": True}, "kubernetes": {"node_selector": {}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        ([], "optim.warmup", "0 tokens"), (["optim.warmup_steps=7", "optim.schedule_unit=steps"], "optim.warmup", 7),
+        (["optim.warmup_tokens=1K"], "optim.warmup", "1000 tokens"),
+        (["optim.warmup_fraction=0.07"], "optim.warmup", "7% of tokens"),
+        (["optim.warmup_fraction=null"], "optim.warmup", "0 tokens"), (["optim.warmup=5"], "optim.warmup", 5),
+        ([], "train.eval_every", "0.5 epochs"), (["train.evals_per_epoch=null"], "train.eval_every", 100),
+        ([], "checkpoint.every", "1/3 epochs"),
+        (["checkpoint.saves_per_epoch=0.3"], "checkpoint.every", "10/3 epochs"),
+        ([], "train.precision", "fp8_rowwise"), ([], "train.activation_offloading", 3),
+        ([], "parallel.order", ("tp", "pp", "dp_replicate", "dp_shard", "cp")), ([], "objective.clip", (0.2, 0.28)),
+        (["rollout.skip_truncated=true"], "rollout.skip", ("uniform", "truncated")),
+        (["rollout.skip_uniform_groups=false"], "rollout.skip", ()), ([], "mlflow.log_model", "mine"),
+        ([], "prometheus.address", ":::9400"),
+        ([], "launch.env", {"WANDB_ENTITY": "team", "WANDB_MODE": "offline", "HOROVOD_CYCLE_TIME": "3.5",
+         "HOROVOD_FUSION_THRESHOLD": "2097152", "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}),
+        ([], "launch.torchrun.ssh_options", ("-p", "22", "-l", "me")),
+        (["launch.slurm.options={mem: 9G}"], "launch.slurm.options", {"partition": "a", "mem": "9G"}),
+        ([], "launch.ray.resources", {"CPU": 0}), ([], "launch.skypilot.patch", {"file_mounts": {"/a": "s3://b"}}),
+        ([], "launch.sagemaker.patch", {"RetryStrategy": {"MaximumRetryAttempts": 2},
+         "EnableInterContainerTrafficEncryption": True}), ([], "launch.kubernetes.pod_patch", {}),
+    ],
+)  # fmt: skip
+def test_keys_that_became_parts_of_others_mean_what_they_meant(overrides, key, value):
+    recipe, notes = build_recipe({**MINIMAL, **OLD}, overrides)
+    assert attrgetter(key)(recipe) == value
+    assert all("of an earlier version" in note or "is read as" in note for note in notes) and len(notes) > 15
+    assert build_recipe(recipe_mapping(recipe)) == (recipe, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "optim={learning_rate: 1, warmup_tokens: 5, warmup_fraction: 0.1}",
+            "warmup_tokens=5 and warmup_fraction=0.1 must",
+        ),
+        (
+            "optim={learning_rate: 1, warmup: 5, warmup_fraction: 0.1}",
+            "warmup_fraction=0.1 and warmup=5 must be a number",
+        ),
+        ("train.evals_per_epoch=0", "train.eval_every=1/0 epochs must be a number of steps"),
+        ("horovod.cycle_time_ms=fast", "horovod.cycle_time_ms, of an earlier version, has a value of another kind"),
+        ("launch.kubernetes={node_selector: {a: b}, pod_patch: 5}", "has a value of another kind"),
+    ],
+)
+def test_values_of_earlier_keys_that_mean_nothing_are_refused(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_recipe({**MINIMAL, **OLD}, [override])

@@ -123,7 +123,7 @@ def test_a_rendered_recipe_loads_as_an_equal_recipe(tmp_path: Path, override: st
         ("3e-4", ".nan", "line 12: optim.learning_rate=.nan must be a finite number; use a number such as 0.5."),
         ("3e-4", "1\n  betas: [0.9]", "line 13: optim.betas=[0.9] must be a longer list; add what is left out."),
         ("3e-4", "1\n  betas: [0.9, 1.0]", "line 13: optim.betas=[0.9, 1.0] must both be"),
-        ("3e-4", "1\n  warmup_steps: 101", "line 13: optim.warmup_steps=101 is more than the 100 steps"),
+        ("3e-4", "1\n  warmup: 101", "line 13: optim.warmup=101 is more than the 100 steps"),
         ("optim:\n  learning_rate: 3e-4", "optim:\n  eps: 1e-8",
          "line 11: optim.learning_rate is missing; add it to the recipe."),
         ("run: {name: small}\n", "", "recipe.yaml: run is missing; add it to the recipe."),
@@ -158,9 +158,8 @@ def test_a_rendered_recipe_loads_as_an_equal_recipe(tmp_path: Path, override: st
          "{every: 2} or {memory_budget: 0.5}; every and memory_budget are given."),
         ("steps: 100", "steps: 100\n  activation_checkpointing: {memory_budget: 2}",
          "line 10: train.activation_checkpointing.memory_budget=2 must be at most 1; use 1 or less."),
-        ("steps: 100", "steps: 100\n  activation_loading_horizon: 2",
-         "line 10: train.activation_loading_horizon=2 is for activations in host memory; set "
-         "train.activation_offloading=true"),
+        ("steps: 100", "steps: 100\n  activation_offloading: 0",
+         "line 10: train.activation_offloading=0 must be true or false or at least 1"),
         ("  global_batch_size: 8\n", "", "line 8: one of train.global_batch_tokens and train.global_batch_size "
          "must set the global batch; add one."),
         ("global_batch_size: 8", "global_batch_tokens: 100", "line 10: train.global_batch_tokens=100 is "
@@ -204,7 +203,7 @@ def test_every_invalid_key_has_its_own_line(tmp_path: Path) -> None:
         ("path: text.txt", "path: x, wieght: 1",
          "line 6: data.train.0.wieght is not a recipe key; did you mean data.train.0.weight?"),
         ("tokenizer: bytes", "tokenizer: bytes\nwarmup_step: 3",
-         "line 5: warmup_step is not a recipe key; did you mean optim.warmup_steps?"),
+         "line 5: warmup_step is not a recipe key; did you mean optim.warmup?"),
         ("name: small", "name: small, zzz: 1",
          "line 1: run.zzz is not a recipe key; run has the keys name, dir, seed."),
     ],
@@ -227,8 +226,8 @@ def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_section_gets_its_defaults(tmp_path: Path) -> None:
-    recipe, _ = load_text(tmp_path, SMALL + "checkpoint:\n#  every_steps: 5\n")
-    assert recipe.checkpoint.every_steps == 100
+    recipe, _ = load_text(tmp_path, SMALL + "checkpoint:\n#  every: 5\n")
+    assert recipe.checkpoint.every == 100
 
 
 def test_sections_built_in_code_refuse_unknown_keys() -> None:

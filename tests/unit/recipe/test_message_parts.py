@@ -86,8 +86,7 @@ def test_an_error_has_a_fault_for_each_wrong_key_with_its_line(tmp_path):
         ("run.name=a b; c", "run.name", "a b; c",
          "use letters, digits, '.', '_' and '-', and a letter or digit first"),
         ("adapter.r=8", "adapter.r", "8", "set adapter.method to lora, qlora or dora, or remove it"),
-        ("optim.warmup_tokens=3", "optim.warmup_tokens", "3",
-         "set optim.warmup_steps instead, or optim.schedule_unit=tokens"),
+        ("optim.warmup=3 epochs", "optim.warmup", "3 epochs", "use a number such as 100"),
         ("data.validation=[{path: x, weight: 3}]", "data.validation.0.weight", "3", "remove it"),
     ],
 )  # fmt: skip
@@ -106,7 +105,7 @@ def test_a_missing_key_is_a_fault(tmp_path):
     "override",
     ["train.steps=hf_AbCdEfGhIjKlMnOpQrStUvWx123456", "launch.env=HF_TOKEN=hf_AbCdEfGhIjKlMnOpQrStUvWx123456",
      "launch.hf_AbCdEfGhIjKlMnOpQrStUvWx123456=1", "launch.env.HF_TOKEN=[correct-horse-battery]",
-     "wandb.mode=hf_AbCdEfGhIjKlMnOpQrStUvWx123456"],
+     "objective.loss=hf_AbCdEfGhIjKlMnOpQrStUvWx123456"],
 )  # fmt: skip
 def test_a_secret_is_in_no_part(tmp_path, override):
     faults = fault_of(tmp_path, SMALL, override)

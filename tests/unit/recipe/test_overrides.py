@@ -66,14 +66,14 @@ def test_counts_of_tokens_may_have_a_suffix(tmp_path: Path) -> None:
             "tokens: 1.5m\n  global_batch_tokens: 32K\n"
             "  batch_ramp: {from: 16k, to: 32_000, over_tokens: 0.5M, increment: 8K}",
         )
-        + "  schedule_unit: tokens\n  warmup_tokens: 1e2K\n"
+        + "  warmup: 1e2K tokens\n"
     )
     train = load_text(tmp_path, text)[0].train
     assert (train.tokens, train.global_batch_tokens) == (1_500_000, 32_000)
     ramp = train.batch_ramp
     assert ramp is not None
     assert (ramp.start, ramp.to, ramp.over_tokens, ramp.increment) == (16_000, 32_000, 500_000, 8_000)
-    assert load_text(tmp_path, text)[0].optim.warmup_tokens == 100_000
+    assert load_text(tmp_path, text)[0].optim.warmup == "100000 tokens"
     for given, count in (("2B", 2 * 10**9), ("2e9", 2 * 10**9), ("1.7T", 17 * 10**11), ("30 m", 30 * 10**6)):
         assert load_text(tmp_path, text, f"train.tokens={given}")[0].train.tokens == count
 
@@ -97,7 +97,7 @@ def test_counts_of_tokens_may_have_a_suffix(tmp_path: Path) -> None:
         (["train.tokens=0K"], "command line: train.tokens=0K must be at least 1; use 1 or more."),
         (["train.tokens='64'"], "command line: train.tokens='64' must be a whole number, or one with K, M, B or T"),
         (["train.steps=2K"], "command line: train.steps=2K must be a whole number; use 2000."),
-        (["optim.warmup_steps=101"], "command line: optim.warmup_steps=101 is more than the 100 steps"),
+        (["optim.warmup=101"], "command line: optim.warmup=101 is more than the 100 steps"),
     ],
 )
 def test_an_invalid_override_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:

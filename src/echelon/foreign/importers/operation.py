@@ -175,10 +175,10 @@ def carry_operation(ledger: Ledger, defaults: Defaults, steps: int | None) -> No
     _carry_tracking(ledger)
 
 
-def _put_rhythm(ledger: Ledger, key: str, per_epoch: str, value: float, name: str, steps: int | None) -> None:
+def _put_rhythm(ledger: Ledger, key: str, value: float, name: str, steps: int | None) -> None:
     """Import an interval in steps or, below 1, a fraction of the run.
 
-    A fraction becomes steps if the number of steps is known, else a number per epoch.
+    A fraction becomes steps if the number of steps is known, else passes over the data.
     """
     epochs = ledger.values.get("train.epochs")
     if value >= 1:
@@ -186,11 +186,7 @@ def _put_rhythm(ledger: Ledger, key: str, per_epoch: str, value: float, name: st
     elif steps is not None:
         ledger.put(key, max(1, math.ceil(value * steps)), f"{name}: {value:g} of {steps} steps")
     elif epochs:
-        ledger.put(per_epoch, float(f"{1 / (value * epochs):.6g}"), f"{name}: {value:g} of {epochs:g} epochs")
-
-
-_EVALUATION = ("train.eval_every", "train.evals_per_epoch")
-_SAVING = ("checkpoint.every_steps", "checkpoint.saves_per_epoch")
+        ledger.put(key, f"1/{1 / (value * epochs):.6g} epochs", f"{name}: {value:g} of {epochs:g} epochs")
 
 
 def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:
@@ -210,9 +206,9 @@ def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> 
             ledger.lose(named, "the file has no evaluation data; set data.validation.")
     elif times or strategy == "epoch":
         why = f"evals_per_epoch: {times:g}" if times else f"{named}: epoch"
-        ledger.put("train.evals_per_epoch", times or 1, why)
+        ledger.put("train.eval_every", f"1/{times or 1} epochs", why)
     else:
-        _put_rhythm(ledger, *_EVALUATION, every or ledger.values["train.log_every"], "eval_steps", steps)
+        _put_rhythm(ledger, "train.eval_every", every or ledger.values["train.log_every"], "eval_steps", steps)
 
 
 def _find_default_evaluation(
@@ -232,20 +228,18 @@ def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None
     times, every = ledger.number("saves_per_epoch"), ledger.number("save_steps")
     epochs = ledger.number("save_epochs")
     if strategy == "no":
-        ledger.differ(
-            str(named), "echelon always saves checkpoints: every checkpoint.every_steps steps and at the end."
-        )
+        ledger.differ(str(named), "echelon always saves checkpoints: every checkpoint.every steps and at the end.")
     elif strategy == "best":
         ledger.put("checkpoint.keep_best", True, "save_strategy: best")
     elif times or epochs or strategy == "epoch":
         why = f"saves_per_epoch: {times:g}" if times else f"save_epochs: {epochs:g}" if epochs else f"{named}: epoch"
-        ledger.put("checkpoint.saves_per_epoch", times or float(f"{1 / (epochs or 1):.6g}"), why)
+        ledger.put("checkpoint.every", f"1/{times or 1 / (epochs or 1):.6g} epochs", why)
     elif every:
-        _put_rhythm(ledger, *_SAVING, every, "save_steps", steps)
+        _put_rhythm(ledger, "checkpoint.every", every, "save_steps", steps)
     elif defaults.saves == "epoch":
-        put_default(ledger, defaults, "checkpoint.saves_per_epoch", 1)
+        put_default(ledger, defaults, "checkpoint.every", "1 epochs")
     elif defaults.saves is not None:
-        put_default(ledger, defaults, "checkpoint.every_steps", defaults.saves)
+        put_default(ledger, defaults, "checkpoint.every", defaults.saves)
     _carry_best(ledger, defaults)
 
 
@@ -268,6 +262,14 @@ def _carry_best(ledger: Ledger, defaults: Defaults) -> None:
     ledger.move("evaluate.early_stopping", "early_stopping_patience", "early_stopping_steps")
 
 
+def _carry_variables(ledger: Ledger) -> None:
+    names = [
+        name for name in ("wandb_project", "wandb_entity", "wandb_mode") if ledger.peek(name) not in ("", "disabled")
+    ]
+    if env := {name.upper(): value for name in names if (value := ledger.take(name)) is not None}:
+        ledger.put("launch.env", env, "as in the file")
+
+
 def _carry_tracking(ledger: Ledger) -> None:
     full = ledger.find("report_to")
     value = ledger.peek("report_to")
@@ -284,8 +286,8 @@ def _carry_tracking(ledger: Ledger) -> None:
             else:
                 ledger.move(key, name)
             trackers += [] if tracker is None else [tracker]
-    if ledger.peek("wandb_mode") in ("online", "offline"):
-        ledger.move("wandb.mode", "wandb_mode")
+    trackers += ["wandb"] if ledger.peek("wandb_project") else []
+    _carry_variables(ledger)
     track = [name for name in _TRACKERS if name in trackers]
     if track:
         ledger.put("track", track, f"{full}: {show_value(value)}" if full else "the file's trackers")

@@ -9,7 +9,7 @@ from echelon.recipe.yaml_text import LONGEST_SHOWN, parse_yaml, render_inline
 
 _SECTIONS = (
     "run", "model", "tokenizer", "adapter", "data", "objective", "rollout", "reward", "train", "optim", "parallel",
-    "checkpoint", "evaluate", "track", "mlflow", "wandb",
+    "checkpoint", "evaluate", "track", "mlflow", "launch",
 )  # fmt: skip
 _COLUMN = 40
 

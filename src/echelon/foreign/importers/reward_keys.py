@@ -15,7 +15,7 @@ _TRLS_OWN: Mapping[str, Any] = {
 """TRL's rewards that are one of echelon's."""
 _ACCUMULATION = "gradient_accumulation_steps"
 _NO_REWARD = "rewards:reward"
-_IN_STEPS = ("train.steps", "optim.warmup_steps", "checkpoint.every_steps", "train.eval_every", "train.log_every")
+_IN_STEPS = ("train.steps", "optim.warmup", "checkpoint.every", "train.eval_every", "train.log_every")
 
 
 def put_grpo(ledger: Ledger, reason: str) -> None:
@@ -23,9 +23,10 @@ def put_grpo(ledger: Ledger, reason: str) -> None:
     ledger.put("objective.name", "grpo", reason)
     _put_loss(ledger)
     _put_advantage(ledger)
-    low = ledger.move("objective.clip_low", "epsilon")
-    if ledger.move("objective.clip_high", "epsilon_high") is None and low is not None:
-        ledger.put("objective.clip_high", low, f"epsilon: {low}")
+    low, high = ledger.take("epsilon"), ledger.take("epsilon_high")
+    if low is not None or high is not None:
+        low = 0.2 if low is None else low
+        ledger.put("objective.clip", [low, low if high is None else high], "epsilon and epsilon_high")
     _put_divergence(ledger)
     _put_rollout(ledger)
     _put_rewards(ledger)
@@ -45,7 +46,7 @@ def _put_loss(ledger: Ledger) -> None:
         ledger.put("objective.ratio", level, f"importance_sampling_level: {level}")
     if ledger.take("mask_truncated_completions"):
         if _NORMALIZE.get(value) == "token":
-            ledger.put("rollout.skip_truncated", True, "mask_truncated_completions: true")
+            ledger.put("rollout.skip", ["truncated"], "mask_truncated_completions: true")
         else:
             ledger.refuse(
                 "mask_truncated_completions",

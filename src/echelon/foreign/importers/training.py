@@ -304,13 +304,13 @@ def _carry_warmup(ledger: Ledger, tool: str, defaults: Defaults, steps: int | No
                 ledger.need_not(name, "the schedule `constant` has no warm-up.")
         return False
     if value and value >= 1:
-        ledger.put("optim.warmup_steps", int(value), f"{count}: {value:g}")
+        ledger.put("optim.warmup", int(value), f"{count}: {value:g}")
         if ratio is not None:
             ledger.need_not(ratio, f"warmup_steps={value:g} takes precedence in both tools.")
         return True
     if value or share:
         fraction = value or share
-        ledger.put("optim.warmup_fraction", fraction, f"{count if value else ratio}: {fraction:g}")
+        ledger.put("optim.warmup", fraction, f"{count if value else ratio}: {fraction:g}")
         return True
     return value is None and share is None and _put_default_warmup(ledger, tool, defaults, steps)
 
@@ -320,9 +320,9 @@ def _put_default_warmup(ledger: Ledger, tool: str, defaults: Defaults, steps: in
     if not (share := defaults.warmup):
         return False
     if tool == "axolotl" and steps is not None:
-        ledger.put("optim.warmup_steps", min(int(share * steps), 100), f"the default of Axolotl, of {steps} steps")
+        ledger.put("optim.warmup", min(int(share * steps), 100), f"the default of Axolotl, of {steps} steps")
         return True
-    ledger.put("optim.warmup_fraction", share, f"the default of {defaults.name}")
+    ledger.put("optim.warmup", share, f"the default of {defaults.name}")
     if tool == "axolotl":
         ledger.remark("Axolotl's default warm-up, 3 % of the steps, is limited to 100 steps; echelon's is not.")
     return True

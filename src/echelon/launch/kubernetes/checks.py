@@ -17,8 +17,6 @@ from echelon.recipe.launch_sections import VolumeConfig
 
 _KEY = "launch.kubernetes"
 _POD_NAME_LENGTH = 63
-# Keys for which a TrainJob has no field.
-_NOT_IN_TRAINJOB = ("env_from_secrets", "image_pull_policy", "ttl_seconds")
 # Paths of the container that a volume must not hide.
 _TAKEN = (pod.RECIPE_MOUNT, pod.SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
 # Deleted with the pod, or never writable.
@@ -52,12 +50,11 @@ def _check_kind(job: JobSpec) -> None:
         )
     if settings.kind != "pytorchjob" or high == 1:  # the other operators restart all pods of a job together
         refuse_living_on(job.recipe)
-    for name in _NOT_IN_TRAINJOB if settings.kind == "trainjob" else ():
-        if (value := getattr(settings, name)) not in (None, ()):
-            raise ConfigError(
-                f"{_KEY}.{name}={value}: a TrainJob has no field for it; set it in its runtime, or use "
-                f"{_KEY}.kind=jobset."
-            )
+    if settings.kind == "trainjob" and settings.env_from_secrets:
+        raise ConfigError(
+            f"{_KEY}.env_from_secrets={settings.env_from_secrets}: a TrainJob has no field for it; set it in its "
+            f"runtime, or use {_KEY}.kind=jobset."
+        )
 
 
 def _check_names(job: JobSpec) -> None:

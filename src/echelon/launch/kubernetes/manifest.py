@@ -72,8 +72,6 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
 
 def _build_jobset(job: JobSpec) -> dict[str, Any]:
     """A JobSet with one indexed Job. A failed pod restarts all, unless it was refused, or evicted: the rest waits."""
-    limits = _limits(job)
-    ttl = limits.pop("ttlSecondsAfterFinished", None)
     refused = {"operator": "In", "values": [REFUSED], "containerName": find_kind(job).container}
     rules = [
         {"action": "FailJob", "onExitCodes": refused},
@@ -84,14 +82,13 @@ def _build_jobset(job: JobSpec) -> dict[str, Any]:
         "completions": job.nodes[1],
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        **limits,
+        **_limits(job),
         "podFailurePolicy": {"rules": rules},
         "template": pod.build_template(job, "Never"),
     }
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
     return {
         "failurePolicy": {"maxRestarts": job.recipe.fault.max_restarts, "rules": [final]},
-        **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
     }
 
@@ -127,7 +124,6 @@ def _build_job(job: JobSpec, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limits(job: JobSpec) -> dict[str, int]:
-    """The time limit of the job, and the time after which the operator deletes it."""
-    hours, ttl = job.recipe.launch.max_hours, job.recipe.launch.kubernetes.ttl_seconds
-    limit = {} if hours is None else {"activeDeadlineSeconds": math.ceil(hours * 3600)}
-    return {**limit, **({} if ttl is None else {"ttlSecondsAfterFinished": ttl})}
+    """The time limit of the job."""
+    hours = job.recipe.launch.max_hours
+    return {} if hours is None else {"activeDeadlineSeconds": math.ceil(hours * 3600)}

@@ -100,7 +100,7 @@ def requests_efa(job: JobSpec) -> bool:
 
 def find_machine_type(job: JobSpec) -> Instance | None:
     """The type of AWS's catalogue that the node selector names."""
-    labels = job.recipe.launch.kubernetes.node_selector
+    labels = _patched(job, "nodeSelector")
     named = (f"ml.{labels[label].removeprefix('ml.')}" for label in _TYPE_LABELS if label in labels)
     return next((INSTANCES[name] for name in named if name in INSTANCES), None)
 
@@ -156,35 +156,35 @@ def build_volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 def is_on_hyperpod(job: JobSpec) -> bool:
     """Whether the job runs on HyperPod: by its kind, or by the node label that a PyTorchJob selects."""
-    settings = job.recipe.launch.kubernetes
-    return settings.kind == "hyperpod" or _HEALTH_LABEL in settings.node_selector
+    return job.recipe.launch.kubernetes.kind == "hyperpod" or _HEALTH_LABEL in _patched(job, "nodeSelector")
+
+
+def _patched(job: JobSpec, field: str) -> dict[str, Any]:
+    """A field of the pods' `spec` in `pod_patch`; empty if there is no mapping."""
+    value = job.recipe.launch.kubernetes.pod_patch.get("spec", {}).get(field)
+    return value if isinstance(value, dict) else {}
 
 
 def build_placement(job: JobSpec) -> dict[str, Any]:
-    """The pod's machines and security; HyperPod's label avoids machines in repair."""
-    settings = job.recipe.launch.kubernetes
-    security = dict(settings.security_context)
-    if "fsGroup" in security:  # else each start changes the owner of every file of the volumes
-        security = {"fsGroupChangePolicy": "OnRootMismatch", **security}
-    labels = dict(settings.node_selector)
-    if settings.kind == "hyperpod":
-        labels = {_HEALTH_LABEL: "Schedulable", **labels}
-    return {name: value for name, value in {"nodeSelector": labels, "securityContext": security}.items() if value}
+    """The pod's machines and security before the patch; HyperPod's label avoids machines in repair."""
+    placement = {}
+    if job.recipe.launch.kubernetes.kind == "hyperpod":
+        placement["nodeSelector"] = {_HEALTH_LABEL: "Schedulable"}
+    if "fsGroup" in _patched(job, "securityContext"):  # else each start changes the owner of every file of the volumes
+        placement["securityContext"] = {"fsGroupChangePolicy": "OnRootMismatch"}
+    return placement
 
 
 def build_container_security(job: JobSpec) -> dict[str, Any]:
-    """The container's securityContext. A pod that must not run as root gets what else the restricted profile asks for.
+    """The container's securityContext before the patch: that of the restricted profile for pods that are not of root.
 
     A container of root would then not be able to write to the folders of others, or to install packages.
     """
-    settings = job.recipe.launch.kubernetes
-    both = {**settings.security_context, **settings.container_security_context}
-    base = _RESTRICTED if both.get("runAsNonRoot") is True else {}
-    base = {name: value for name, value in base.items() if name not in settings.security_context}
-    merged: dict[str, Any] = merge_patch(
-        base, settings.container_security_context, "launch.kubernetes.container_security_context"
-    )
-    return merged
+    name, pod = find_kind(job).container, _patched(job, "securityContext")
+    containers = patch_template(job, {"spec": {"containers": [{"name": name}]}})["spec"]["containers"]
+    own = next((entry.get("securityContext") or {} for entry in containers if entry["name"] == name), {})
+    is_restricted = {**pod, **own}.get("runAsNonRoot") is True
+    return {name: value for name, value in _RESTRICTED.items() if is_restricted and name not in pod}
 
 
 def build_container(job: JobSpec) -> dict[str, Any]:
@@ -194,7 +194,6 @@ def build_container(job: JobSpec) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": kind.container,
         "image": settings.image,
-        "imagePullPolicy": settings.image_pull_policy,
         "command": build_command(job),
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
@@ -222,7 +221,13 @@ def build_template(job: JobSpec, restart_policy: str | None = None) -> dict[str,
             spec["automountServiceAccountToken"] = False
         spec |= {"containers": containers, "volumes": volumes}
     template = {"metadata": {"labels": build_labels(job)}, "spec": spec}
-    patched: dict[str, Any] = merge_patch(template, settings.pod_patch, "launch.kubernetes.pod_patch")
+    return patch_template(job, template)
+
+
+def patch_template(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
+    """A pod template with `launch.kubernetes.pod_patch` merged into it."""
+    pod_patch = job.recipe.launch.kubernetes.pod_patch
+    patched: dict[str, Any] = merge_patch(template, pod_patch, "launch.kubernetes.pod_patch")
     return patched
 
 

@@ -64,9 +64,9 @@ class RayLauncher(Launcher):
         settings = job.recipe.launch.ray
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         lines = [
-            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) and {settings.cpus_per_node} "
-            f"CPU core(s) each from the Ray cluster at {settings.address}; waits for them up to "
-            f"{settings.wait_seconds:g} s",
+            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) and "
+            f"{settings.resources.get('CPU', 1):g} CPU core(s) each from the Ray cluster at {settings.address}; waits "
+            f"for them up to {settings.wait_seconds:g} s",
             f"the machines must share {find_workdir(job)}",
         ]
         if not count_gpus(job):

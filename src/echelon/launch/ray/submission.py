@@ -65,13 +65,11 @@ def check_request(job: JobSpec) -> None:
     workdir = find_workdir(job)
     if not workdir.is_absolute():
         raise ConfigError(f"{_KEY}.workdir={workdir} is not an absolute path; start it with a slash.")
-    keys = {"CPU": "cpus_per_node", "GPU": "gpus_per_node"}
-    for name in settings.resources:
-        if name in keys:
-            raise ConfigError(f"{_KEY}.resources.{name}: set {_KEY}.{keys[name]} instead.")
+    if "GPU" in settings.resources:
+        raise ConfigError(f"{_KEY}.resources.GPU: set {_KEY}.gpus_per_node instead.")
     if not _find_bundle(job):
         raise ConfigError(
-            f"{_KEY}.cpus_per_node=0: nothing is requested of a machine, and Ray reserves no machine for nothing; "
+            f"{_KEY}.resources.CPU=0: nothing is requested of a machine, and Ray reserves no machine for nothing; "
             f"request CPU cores, GPUs or {_KEY}.resources."
         )
     _check_runtime(settings.runtime_env)
@@ -155,7 +153,7 @@ def render_files(job: JobSpec) -> dict[str, str]:
 def _find_bundle(job: JobSpec) -> dict[str, float]:
     """What is reserved on each machine."""
     settings = job.recipe.launch.ray
-    amounts = {"CPU": float(settings.cpus_per_node), "GPU": float(count_gpus(job)), **settings.resources}
+    amounts = {"CPU": 1.0, "GPU": float(count_gpus(job)), **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
 
 

@@ -103,7 +103,7 @@ def build_submission(job: JobSpec) -> Submission:
         "Environment": _environment(recipe.launch, machines, distribution.env),
         "EnableManagedSpotTraining": settings.spot is not None,
         "EnableNetworkIsolation": settings.network_isolation,
-        "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
+        "EnableInterContainerTrafficEncryption": False,
         **_optional_fields(recipe),
     }
     check_limits(request, recipe)
@@ -211,8 +211,6 @@ def _optional_fields(recipe: Recipe) -> dict[str, Any]:
         }
     if settings.tags:
         fields["Tags"] = [{"Key": key, "Value": value} for key, value in settings.tags.items()]
-    if settings.max_attempts > 1:
-        fields["RetryStrategy"] = {"MaximumRetryAttempts": settings.max_attempts - 1}
     if isinstance(profiler := settings.patch.get("ProfilerConfig"), dict) and not profiler.get("DisableProfiler"):
         fields["ProfilerConfig"] = {"S3OutputPath": f"{settings.bucket}/profiler/{recipe.run.name}"}
     if settings.mlflow_arn:

@@ -151,8 +151,7 @@ def _centre(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def build_grpo(config: ObjectiveConfig) -> GRPO:
     """Build the objective from the recipe's section."""
     return GRPO(
-        config.clip_low,
-        config.clip_high,
+        *config.clip,
         config.ratio,
         config.normalize,
         config.kl_weight,

@@ -237,7 +237,7 @@ def _check_settings(recipe: "Recipe", plan: ParallelPlan) -> None:
          "PyTorch's schedules add up the gradients of all microbatches first"),
         (plan.reshard_after_forward, "parallel.reshard_after_forward=true",
          "PyTorch's schedules keep gathered parameters for a whole step"),
-        (train.activation_offloading, "train.activation_offloading=true",
+        (bool(train.activation_offloading), "train.activation_offloading=true",
          "a stage keeps the activations of several microbatches at once"),
         (splits and train.compile is True, "train.compile=true with parallel.schedule=zero_bubble",
          "PyTorch cannot split the backward pass of compiled layers; other schedules do not need it"),

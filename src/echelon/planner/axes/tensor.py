@@ -176,7 +176,7 @@ def _check_settings(recipe: "Recipe", shape: ModelShape, tp: int) -> None:
         (recipe.optim.name == "adamw_8bit", "optim.name=adamw_8bit", "its blocks are of whole rows; use adamw"),
         (getattr(recipe.train.activation_checkpointing, "mlp_tiles", None),
          "train.activation_checkpointing.mlp_tiles", "it divides the MLP itself; use full"),
-        (recipe.train.precision == "fp8", "train.precision=fp8", "its scales are those of whole matrices; use bf16"),
+        ("fp8" in recipe.train.precision, "train.precision=fp8", "its scales are those of whole matrices; use bf16"),
     ]  # fmt: skip
     for is_used, what, why in obstacles:
         if is_used:

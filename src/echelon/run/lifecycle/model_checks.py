@@ -141,7 +141,7 @@ def is_counted(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
     model, adapter = recipe.model, recipe.adapter
     asks_more = bool(model.attn_implementation or recipe.optim.learning_rate_multipliers or model.rope is not None)
     asks_more |= bool(adapter.modules_to_save or adapter.target_parameters or adapter.quantize_experts)
-    asks_more |= "lm_head" in adapter.target_modules or recipe.train.precision == "fp8"
+    asks_more |= "lm_head" in adapter.target_modules or "fp8" in recipe.train.precision
     if asks_more or fields["model_type"] not in FAMILIES:
         return False
     if model.config is not None:
@@ -256,7 +256,7 @@ def _check_built(
     traits = find_traits(model, recipe.data.sequence_len)
     obstacle = describe_obstacle(traits, config)
     _check_divided(model, traits, recipe)
-    if recipe.train.precision == "fp8":
+    if "fp8" in recipe.train.precision:
         from echelon.learn.model.float8 import check_package, find_float8_layers
 
         find_float8_layers(model)
@@ -352,7 +352,7 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:
         yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
-    if recipe.train.precision == "fp8":
+    if "fp8" in recipe.train.precision:
         yield "train.precision: whether the model has layers for fp8, and its package"
     if tensor_degree(recipe) > 1:
         yield "parallel.tp: whether the model can be divided"

@@ -24,6 +24,7 @@ from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
+from echelon.recipe.section import read_epochs
 from echelon.run.folder.cost import (
     check_budget,
     describe_cost,
@@ -276,15 +277,15 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
         lines.append(f"schedule: {recipe.optim.schedule}; the number of steps is known once the data is prepared")
     else:
         lines.append(render_schedule(recipe.optim, recipe.num_steps(num_samples or 0), recipe.batches))
-    for key, share, find_rhythm in (
-        ("checkpoint.saves_per_epoch", recipe.checkpoint.saves_per_epoch, recipe.save_rhythm),
-        ("train.evals_per_epoch", recipe.train.evals_per_epoch, recipe.evaluation_rhythm),
+    for key, every, find_rhythm in (
+        ("checkpoint.every", recipe.checkpoint.every, recipe.save_rhythm),
+        ("train.eval_every", recipe.train.eval_every, recipe.evaluation_rhythm),
     ):
-        if share is not None and num_samples is None:
-            lines.append(f"{key}={share:g}: the steps are known once the data is prepared")
-        elif share is not None and num_samples is not None:
+        if read_epochs(every) is not None and num_samples is None:
+            lines.append(f"{key}={every!r}: the steps are known once the data is prepared")
+        elif read_epochs(every) is not None and num_samples is not None:
             first = ", ".join(f"{step:,}" for step in find_rhythm(num_samples).first_steps(3))
-            lines.append(f"{key}={share:g}: {num_samples:,} sequences per epoch; after the steps {first}, ...")
+            lines.append(f"{key}={every!r}: {num_samples:,} sequences per epoch; after the steps {first}, ...")
     return lines
 
 
@@ -305,10 +306,10 @@ def describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) -> 
         f"schedule: the run is {now:,} steps long now, not {before:,}, and continues on the learning rate of the "
         f"longer run: {last:.2e} at step {step:,}, {following:.2e} at step {step + 1:,}"
     )
-    if recipe.optim.warmup_fraction is not None:
+    if "%" in str(recipe.optim.warmup):
         warmups = [find_warmup(version.optim, version.num_steps(num_samples), version.batches) for version in recipes]
         yield (
-            f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} applies to the longer run: the warm-up was "
+            f"optim.warmup={recipe.optim.warmup!r} applies to the longer run: the warm-up was "
             f"{warmups[0]:,} {recipe.optim.schedule_unit}, and is now {warmups[1]:,}"
         )
 

@@ -111,7 +111,7 @@ def _about_time(record: RunRecord) -> Iterator[str]:
     saving, evaluating = shares.get("saving", 0.0), shares.get("evaluating", 0.0)
     if saving > _SAVING:
         is_async = read_value(record.recipe, "checkpoint", "async") is not False
-        change = "Set checkpoint.every_steps twice as high" if is_async else "Set checkpoint.async: true"
+        change = "Set checkpoint.every twice as high" if is_async else "Set checkpoint.async: true"
         part = saving / 2 if is_async else saving
         bound = "" if is_async else "up to "
         yield f"{render_percent(saving)} of the time waits for saves. {change}: the run would be {bound}{_gain(part)}."
@@ -124,7 +124,7 @@ def _about_time(record: RunRecord) -> Iterator[str]:
     if lost > _LOST:
         yield (
             f"Failures cost {render_percent(lost)} of the time: {render_seconds(times.get('redone', 0.0))} of repeated "
-            f"work and {render_seconds(times.get('down', 0.0))} without processes. checkpoint.every_steps: auto saves "
+            f"work and {render_seconds(times.get('down', 0.0))} without processes. checkpoint.every: auto saves "
             "as often as failures and the time of a save make worthwhile."
         )
 

@@ -74,11 +74,11 @@ def _check_is_evaluated(recipe: Recipe, data: PreparedData, compares_task: bool)
                 f"{key} requires evaluations, and the recipe holds out no text; set data.validation_fraction or "
                 f"data.validation{also}."
             )
-    has_rhythm = recipe.train.eval_every is not None or recipe.train.evals_per_epoch is not None
+    has_rhythm = recipe.train.eval_every is not None
     if config.early_stopping and not has_rhythm and not (compares_task and config.tasks_every is not None):
         raise ConfigError(
             "evaluate.early_stopping requires evaluations during training, and train.eval_every is null; set "
-            "train.eval_every to a number of steps, or train.evals_per_epoch."
+            "train.eval_every to a number of steps, or of passes over the data: 0.5 epochs."
         )
 
 

@@ -30,7 +30,7 @@ class SaveInterval:
 
         With `auto` the first save of a start comes early, to measure its cost.
         """
-        self._rhythm = None if recipe.checkpoint.every_steps == "auto" else recipe.save_rhythm(num_samples)
+        self._rhythm = None if recipe.checkpoint.every == "auto" else recipe.save_rhythm(num_samples)
         hours = recipe.fault.mean_hours_between_failures
         self._failure_seconds = 3600 * (hours or DEVICE_HOURS_BETWEEN_FAILURES / num_devices)
         self._next = step + _FIRST_STEPS
@@ -73,7 +73,7 @@ class SaveInterval:
     def _describe(self, every: int, seconds: float, stall: float) -> str:
         saving, redone = lost_fractions(seconds, stall, self._failure_seconds)
         return (
-            f"checkpoint.every_steps auto: every {every} steps ({render_duration(seconds)}): a save blocks training "
+            f"checkpoint.every auto: every {every} steps ({render_duration(seconds)}): a save blocks training "
             f"for {stall:.2f} s, and a failure is expected every "
             f"{render_duration(self._failure_seconds)}; expected loss "
             f"of time {100 * (saving + redone):.2g} %: {100 * saving:.2g} % saving, {100 * redone:.2g} % repeated work"

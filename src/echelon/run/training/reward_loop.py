@@ -123,9 +123,9 @@ def build_batch(recipe: Recipe, drawn: Drawn, judged: Rewarded) -> "StepBatch":
     groups = judged.rewards.view(-1, rollout.group_size)
     advantages = advantages_of(groups, recipe.objective.advantage)
     trains = ~groups.isnan()
-    if rollout.skip_truncated:
+    if "truncated" in rollout.skip:
         trains &= torch.tensor(rollouts.ended).view_as(trains)
-    if rollout.skip_uniform_groups:
+    if "uniform" in rollout.skip:
         trains &= ~are_uniform(groups)
     return rollouts.batch(
         drawn.step,

@@ -125,7 +125,7 @@ def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis
     details = "" if diagnosis is None else f"{diagnosis.describe()} "
     return (
         f"step {metrics.step + 1}: {describe_numbers(metrics)}, {rule}{many}; the update was not applied, and earlier "
-        f"checkpoints are kept. {details}Lower optim.learning_rate, raise optim.warmup_steps or set "
+        f"checkpoints are kept. {details}Lower optim.learning_rate, raise optim.warmup or set "
         "optim.max_grad_norm, and start again with --fresh or another run.name"
         + ("; or skip such steps with fault.on_bad_step=skip." if fault.on_bad_step == "stop" else ".")
     )

@@ -196,21 +196,18 @@ def _build_pruner(sweep: Sweep, recipe: Recipe) -> "BasePruner":
 
     if sweep.sweep.pruner == "none":
         return pruners.NopPruner()
-    if (every := recipe.train.eval_every) is None:
-        # The others count steps; evals_per_epoch is known in steps only after the data is prepared.
-        if sweep.sweep.pruner == "median" and recipe.train.evals_per_epoch is not None:
-            return pruners.MedianPruner()
+    every = recipe.train.eval_every
+    # The others count steps; the steps of epochs are known only after the data is prepared.
+    if sweep.sweep.pruner == "median" and every is not None:
+        return pruners.MedianPruner()
+    if not isinstance(every, int):
         raise ConfigError(
-            f"sweep.pruner={sweep.sweep.pruner} compares evaluations of the same step, but train.eval_every is null; "
-            "set it, or use pruner: none."
+            f"sweep.pruner={sweep.sweep.pruner} compares evaluations of the same step, but train.eval_every is "
+            f"{every or 'null'}; set it to a number of steps, or use pruner: none."
         )
-    match sweep.sweep.pruner:
-        case "median":
-            return pruners.MedianPruner()
-        case "asha":
-            return pruners.SuccessiveHalvingPruner(min_resource=every)
-        case _:
-            # The number of steps is unknown if train keys are searched or the run is measured in epochs.
-            lengths = any(key.startswith("train.") for key in sweep.search) or recipe.train.epochs is not None
-            steps = None if lengths else recipe.num_steps(0)
-            return pruners.HyperbandPruner(min_resource=every, max_resource="auto" if steps is None else steps)
+    if sweep.sweep.pruner == "asha":
+        return pruners.SuccessiveHalvingPruner(min_resource=every)
+    # The number of steps is unknown if train keys are searched or the run is measured in epochs.
+    lengths = any(key.startswith("train.") for key in sweep.search) or recipe.train.epochs is not None
+    steps = None if lengths else recipe.num_steps(0)
+    return pruners.HyperbandPruner(min_resource=every, max_resource="auto" if steps is None else steps)

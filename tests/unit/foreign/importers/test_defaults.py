@@ -28,16 +28,16 @@ def values(recipe: Recipe) -> dict[str, Any]:
     return {
         "batch": (train.micro_batch_size, recipe.global_batch_size), "length": (train.epochs, train.steps),
         "rate": (optim.name, optim.learning_rate, optim.schedule, optim.min_learning_rate_fraction),
-        "warmup": (optim.warmup_steps, optim.warmup_fraction), "decay": (optim.weight_decay, optim.no_decay),
+        "warmup": optim.warmup, "decay": (optim.weight_decay, optim.no_decay),
         "moments": (optim.betas, optim.eps, optim.max_grad_norm), "seed": recipe.run.seed,
         "precision": (train.precision, train.activation_checkpointing),
         "data": (data.sequence_len, data.packing, data.document_mask, data.on_overlong, data.train_on),
-        "rhythm": (train.log_every, train.eval_every, recipe.checkpoint.every_steps, recipe.checkpoint.saves_per_epoch),
+        "rhythm": (train.log_every, train.eval_every, recipe.checkpoint.every),
     }  # fmt: skip
 
 
 COMMON = {
-    "decay": (0.0, ("norms", "biases")), "moments": ((0.9, 0.999), 1e-8, 1.0), "seed": 42, "warmup": (0, None),
+    "decay": (0.0, ("norms", "biases")), "moments": ((0.9, 0.999), 1e-8, 1.0), "seed": 42, "warmup": 0,
 }  # fmt: skip
 
 
@@ -48,9 +48,9 @@ COMMON = {
             # build/schemas of Axolotl: sequence_len 512, cosine, warm-up of 0.03, a save each epoch, no evaluation
             {"base_model": "m", "datasets": CHATS, "learning_rate": 1e-4},
             None,
-            {"batch": (1, 1), "length": (1, None), "rate": ("adamw", 1e-4, "cosine", 0.0), "warmup": (0, 0.03),
+            {"batch": (1, 1), "length": (1, None), "rate": ("adamw", 1e-4, "cosine", 0.0), "warmup": "3%",
              "precision": ("auto", "none"), "data": (512, False, "auto", "drop", "assistant"),
-             "rhythm": (1, None, None, 1)},
+             "rhythm": (1, None, "1 epochs")},
         ),
         (
             # LLaMA-Factory: cutoff_len 2048, gradient checkpointing; the rest is TrainingArguments'
@@ -58,7 +58,7 @@ COMMON = {
             None,
             {"batch": (8, 8), "length": (3, None), "rate": ("adamw", 5e-5, "linear", 0.0),
              "precision": ("fp32", "full"), "data": (2048, False, "auto", "cut", "assistant"),
-             "rhythm": (500, None, 500, None)},
+             "rhythm": (500, None, 500)},
         ),
         (
             # v1: torch.optim.AdamW as it is, a constant rate, bf16
@@ -66,7 +66,7 @@ COMMON = {
             None,
             {"batch": (1, 1), "length": (3, None), "rate": ("adamw", 1e-4, "constant", 0.1),
              "decay": (0.01, ()), "precision": ("bf16", "full"), "data": (2048, False, "auto", "cut", "assistant"),
-             "rhythm": (1, None, 100, None)},
+             "rhythm": (1, None, 100)},
         ),
         (
             # TRL's SFTConfig: everything is learned unless assistant_only_loss is set; logging_steps is 10, not 500
@@ -74,7 +74,7 @@ COMMON = {
             "sft",
             {"batch": (8, 8), "length": (3, None), "rate": ("adamw", 2e-5, "linear", 0.0),
              "precision": ("bf16", "full"), "data": (1024, False, "auto", "cut", "all"),
-             "rhythm": (10, None, 500, None)},
+             "rhythm": (10, None, 500)},
         ),
         (
             # TRL's DPOConfig
@@ -82,7 +82,7 @@ COMMON = {
             "dpo",
             {"batch": (8, 8), "length": (3, None), "rate": ("adamw", 1e-6, "linear", 0.0),
              "precision": ("bf16", "full"), "data": (1024, False, "auto", "cut", "assistant"),
-             "rhythm": (10, None, 500, None)},
+             "rhythm": (10, None, 500)},
         ),
         (
             # transformers' Trainer with run_clm.py: texts are joined and cut
@@ -90,7 +90,7 @@ COMMON = {
             None,
             {"batch": (8, 8), "length": (3, None), "rate": ("adamw", 5e-5, "linear", 0.0),
              "precision": ("fp32", "none"), "data": (1024, True, "auto", "cut", "assistant"),
-             "rhythm": (500, None, 500, None)},
+             "rhythm": (500, None, 500)},
         ),
     ],
     ids=["axolotl", "llamafactory", "llamafactory-v1", "sft", "dpo", "transformers"],
@@ -150,8 +150,8 @@ def test_llamafactorys_frozen_weights_keep_their_dtype(tmp_path: Path) -> None:
 
 def test_axolotls_own_warmup_is_no_longer_than_100_steps(tmp_path: Path) -> None:
     given = {"base_model": "m", "datasets": CHATS, "learning_rate": 1e-4}
-    assert imported(tmp_path, given, Amounts(samples=1000)).optim.warmup_steps == 30
-    assert imported(tmp_path, given, Amounts(samples=9000)).optim.warmup_steps == 100
+    assert imported(tmp_path, given, Amounts(samples=1000)).optim.warmup == 30
+    assert imported(tmp_path, given, Amounts(samples=9000)).optim.warmup == 100
 
 
 def test_processes_with_the_same_data_are_not_counted_twice(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_v1_has_its_own_spellings(tmp_path: Path) -> None:
     assert (recipe.model.checkpoint, recipe.run.dir) == ("Qwen/Qwen3-0.6B", Path("out/x"))
     assert (adapter.method, adapter.r, adapter.alpha, adapter.dropout) == ("qlora", 4, 9, 0.1)
     assert (recipe.global_batch_size, recipe.train.micro_batch_size, recipe.train.steps) == (32, 2, 7)
-    assert (recipe.data.sequence_len, recipe.checkpoint.saves_per_epoch) == (300, 2)
+    assert (recipe.data.sequence_len, recipe.checkpoint.every) == (300, "0.5 epochs")
     assert (recipe.optim.name, recipe.optim.momentum, recipe.optim.weight_decay) == ("muon", 0.9, 0.2)
     assert recipe.optim.betas == (0.9, 0.95)
     (source,) = recipe.data.train

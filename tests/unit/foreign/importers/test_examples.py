@@ -147,10 +147,10 @@ def _course(given: dict[str, Any], recipe: Recipe, tool: str) -> Iterator[str]:
     warmup, share = given.get("warmup_steps"), given.get("warmup_ratio")
     schedule = str(given.get("lr_scheduler") or given.get("lr_scheduler_type") or "")
     if schedule != "constant":
-        if warmup and warmup >= 1 and recipe.optim.warmup_steps != warmup:
-            yield f"optim.warmup_steps is {recipe.optim.warmup_steps}, and the file says {warmup}"
-        if share and not warmup and recipe.optim.warmup_fraction != share:
-            yield f"optim.warmup_fraction is {recipe.optim.warmup_fraction}, and the file says {share}"
+        if warmup and warmup >= 1 and recipe.optim.warmup != warmup:
+            yield f"optim.warmup is {recipe.optim.warmup}, and the file says {warmup}"
+        if share and not warmup and recipe.optim.warmup != f"{100 * share:g}%":
+            yield f"optim.warmup is {recipe.optim.warmup}, and the file says {share}"
     if schedule and not schedule.startswith(recipe.optim.schedule):
         yield f"optim.schedule is {recipe.optim.schedule}, and the file says {schedule}"
     name = str(given.get("optimizer") or given.get("optim") or "adamw")

@@ -264,15 +264,19 @@ def test_axolotl(tmp_path: Path) -> None:
     assert recipe.data.on_overlong == "drop"
     # 2 per device x 4 x 8 devices; 4 epochs of 1600 sequences are 100 steps, 25 per epoch
     assert (recipe.global_batch_size, recipe.train.micro_batch_size, recipe.train.epochs) == (64, 2, 4)
-    assert (recipe.optim.warmup_fraction, recipe.train.evals_per_epoch, recipe.checkpoint.saves_per_epoch) == (
-        0.1,
-        4,
-        1,
+    assert (recipe.optim.warmup, recipe.train.eval_every, recipe.checkpoint.every) == (
+        "10%",
+        "0.25 epochs",
+        "1 epochs",
     )
     assert (recipe.optim.name, recipe.optim.betas, recipe.optim.weight_decay) == ("adamw", (0.9, 0.999), 0.0)
     assert (recipe.optim.schedule, recipe.optim.min_learning_rate_fraction) == ("cosine", 0.2)
     assert (recipe.train.precision, recipe.train.activation_checkpointing) == ("auto", "full")
-    assert (recipe.parallel, recipe.track, recipe.wandb.project) == ("fsdp", ("wandb",), "chats")
+    assert (recipe.parallel, recipe.track, recipe.launch.env) == (
+        "fsdp",
+        ("wandb",),
+        {"WANDB_PROJECT": "chats"},
+    )
     lost = {entry.name for entry in result.entries if entry.fate == "lost"}
     assert lost == {"wandb_watch", "loss_watchdog_threshold"}
 
@@ -297,11 +301,11 @@ def test_llamafactory(tmp_path: Path) -> None:
     assert (recipe.data.validation_fraction, recipe.data.prepare_workers) == (0.1, 16)
     assert (recipe.global_batch_size, recipe.train.epochs, recipe.train.precision) == (8, 3, "bf16")
     assert (recipe.train.activation_checkpointing, recipe.data.chat_template) == ("full", "llama3")
-    assert (recipe.train.log_every, recipe.train.eval_every, recipe.checkpoint.every_steps) == (10, 500, 500)
+    assert (recipe.train.log_every, recipe.train.eval_every, recipe.checkpoint.every) == (10, 500, 500)
     assert recipe_of(imported(tmp_path, FACTORY.replace("bf16: true", "fp8: true"))).train.precision == "fp8"
     assert recipe.optim.learning_rate_multipliers == {"*lora_B*": 16.0}
     assert (recipe.parallel, recipe.track) == ("zero2", ())
-    assert recipe.optim.warmup_fraction == 0.1
+    assert recipe.optim.warmup == "10%"
     assert {source.max_samples for source in recipe.data.train} == {1000}
     assert not [entry.name for entry in result.entries if entry.fate == "lost"]
     assert any("1 GPU was assumed" in note for note in result.notes)
@@ -320,8 +324,8 @@ def test_trl(tmp_path: Path) -> None:
     assert (recipe.data.packing, recipe.data.sequence_len, recipe.data.train_on) == (True, 2048, "assistant")
     assert (recipe.train.steps, recipe.train.epochs, recipe.global_batch_size) == (1000, None, 128)
     # fractions of 1000 steps
-    assert (recipe.checkpoint.every_steps, recipe.checkpoint.keep_last) == (100, 1)
-    assert recipe.optim.warmup_fraction == 0.03
+    assert (recipe.checkpoint.every, recipe.checkpoint.keep_last) == (100, 1)
+    assert recipe.optim.warmup == "3%"
     assert (recipe.optim.name, recipe.optim.betas) == ("adamw_8bit", (0.9, 0.95))
     assert (recipe.optim.schedule, recipe.optim.min_learning_rate_fraction) == ("cosine", 0.1)
     assert (recipe.run.seed, recipe.track) == (7, ("wandb",))
@@ -375,7 +379,7 @@ def test_the_output_of_training_arguments(tmp_path: Path) -> None:
     assert {leaf for leaf in leaves(json.loads(written)) if leaf not in accounted} <= {"fsdp_config"}
     assert {entry.fate for entry in result.entries} <= {"carried", "needless", "off"}
     recipe = recipe_of(result)
-    assert (recipe.optim.learning_rate, recipe.optim.warmup_steps, recipe.train.steps) == (1e-4, 5, 50)
+    assert (recipe.optim.learning_rate, recipe.optim.warmup, recipe.train.steps) == (1e-4, 5, 50)
     assert (recipe.global_batch_size, recipe.train.precision, recipe.adapter.method) == (8, "fp32", "full")
     assert any("has no model" in note for note in result.notes)
     assert any("has no data" in note for note in result.notes)
@@ -417,17 +421,17 @@ BASE = "base_model: m\ndatasets: [{path: a.jsonl, type: chat_template}]\nmicro_b
         ("adapter: lora\npeft_init_lora_weights: pissa", "adapter.init", "pissa"),
         ("adapter: lora\nload_in_4bit: true", "adapter.method", "qlora"),
         ("adapter: lora\nload_in_8bit: true", "adapter.method", "lora"),
-        ("lr_scheduler: constant_with_warmup\nwarmup_steps: 7", "optim.warmup_steps", 7),
+        ("lr_scheduler: constant_with_warmup\nwarmup_steps: 7", "optim.warmup", 7),
         ("lr_scheduler: warmup_stable_decay\nmax_steps: 100\n"
          "lr_scheduler_kwargs: {num_decay_steps: 30, decay_type: 1-sqrt}", "optim.decay_fraction", 0.3),
-        ("warmup_ratio: 0.1", "optim.warmup_fraction", 0.1),
-        ("warmup_steps: 0.1", "optim.warmup_fraction", 0.1),
-        ("saves_per_epoch: 4", "checkpoint.saves_per_epoch", 4),
-        ("save_strategy: epoch", "checkpoint.saves_per_epoch", 1),
-        ("num_epochs: 2\nsave_steps: 0.25", "checkpoint.saves_per_epoch", 2),
-        ("val_set_size: 0.1\nevals_per_epoch: 4", "train.evals_per_epoch", 4),
-        ("val_set_size: 0.1\neval_strategy: epoch", "train.evals_per_epoch", 1),
-        ("num_epochs: 2\nval_set_size: 0.1\neval_steps: 0.1", "train.evals_per_epoch", 5),
+        ("warmup_ratio: 0.1", "optim.warmup", "10%"),
+        ("warmup_steps: 0.1", "optim.warmup", "10%"),
+        ("saves_per_epoch: 4", "checkpoint.every", "0.25 epochs"),
+        ("save_strategy: epoch", "checkpoint.every", "1 epochs"),
+        ("num_epochs: 2\nsave_steps: 0.25", "checkpoint.every", "0.5 epochs"),
+        ("val_set_size: 0.1\nevals_per_epoch: 4", "train.eval_every", "0.25 epochs"),
+        ("val_set_size: 0.1\neval_strategy: epoch", "train.eval_every", "1 epochs"),
+        ("num_epochs: 2\nval_set_size: 0.1\neval_steps: 0.1", "train.eval_every", "0.2 epochs"),
         ("dataset_exact_deduplication: true", "data.deduplicate", True),
         ("eot_tokens: [<|im_end|>]", "data.eot_tokens", ("<|im_end|>",)),
         ("lr_scheduler: polynomial\nlr_scheduler_kwargs: {power: 3.0}", "optim.polynomial_power", 3.0),

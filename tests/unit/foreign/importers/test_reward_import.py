@@ -88,11 +88,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "dr_grpo", "scale_rewards": "none"}, {"normalize": "constant", "advantage": "centered"}
     ),
     "scale_rewards as it was": ({"scale_rewards": False}, {"normalize": "token", "advantage": "centered"}),
-    "clip": ({"epsilon": 0.1}, {"normalize": "token", "clip_low": 0.1, "clip_high": 0.1}),
-    "asymmetric clip": ({"epsilon_high": 0.28}, {"normalize": "token", "clip_high": 0.28}),
+    "clip": ({"epsilon": 0.1}, {"normalize": "token", "clip": (0.1, 0.1)}),
+    "asymmetric clip": ({"epsilon_high": 0.28}, {"normalize": "token", "clip": (0.2, 0.28)}),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-        {"normalize": "sequence", "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+        {"normalize": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)},
     ),
     "kl": ({"beta": 0.04}, {"normalize": "token", "kl_weight": 0.04, "kl_unbiased": True}),
     "kl as it was": (
@@ -116,8 +116,8 @@ def test_keys_that_only_grpo_has_name_the_trainer(tmp_path: Path) -> None:
 def test_steps_of_several_updates_are_counted_once(tmp_path: Path) -> None:
     given = {**TRL, "num_iterations": 4, "max_steps": 100, "warmup_steps": 10, "save_steps": 50, "logging_steps": 1}
     recipe, found = bring_in(tmp_path, given, "grpo")
-    assert (recipe.rollout.updates, recipe.train.steps, recipe.optim.warmup_steps) == (4, 25, 3)
-    assert recipe.checkpoint.every_steps == 13 and recipe.train.log_every == 1
+    assert (recipe.rollout.updates, recipe.train.steps, recipe.optim.warmup) == (4, 25, 3)
+    assert recipe.checkpoint.every == 13 and recipe.train.log_every == 1
     assert any("all with the learning rate of the step" in entry.text for entry in found.entries)
 
 

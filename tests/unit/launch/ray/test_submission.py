@@ -31,7 +31,7 @@ def render(*overrides):
 
 
 def test_one_bundle_per_machine_with_its_gpus():
-    request, order, _ = render("launch.ray.cpus_per_node=12", "launch.ray.resources={my_rack: 0.5}")
+    request, order, _ = render("launch.ray.resources={CPU: 12, my_rack: 0.5}")
     assert order == {
         "fewest": 2, "most": 2, "bundle": {"CPU": 12.0, "GPU": 8.0, "my_rack": 0.5}, "labels": {},
         "wait_seconds": 600.0, "max_restarts": 3,
@@ -102,7 +102,7 @@ def test_wrong_settings_are_refused(override, words):
 
 def test_a_machine_of_which_nothing_is_requested_is_refused():
     with pytest.raises(ConfigError, match="Ray reserves no machine for nothing"):
-        RayLauncher().check(make("launch.ray.cpus_per_node=0", "launch.ray.gpus_per_node=0"))
+        RayLauncher().check(make("launch.ray.resources.CPU=0", "launch.ray.gpus_per_node=0"))
 
 
 def test_a_secret_is_refused_with_the_way_to_pass_it():

@@ -78,7 +78,7 @@ def test_settings_of_the_library_are_keys_of_the_recipe(tmp_path):
     recipe = submit(tmp_path, smp(V1, fp16=True, sdp_gradient_clipping=0.5)).staging.recipe
     assert (recipe.train.precision, recipe.optim.max_grad_norm) == ("fp16", 0.5)
     train = submit(tmp_path, smp(V2, sm_activation_offloading=True, activation_loading_horizon=3)).staging.recipe.train
-    assert train.activation_offloading and train.activation_loading_horizon == 2
+    assert train.activation_offloading == 2
 
 
 def test_each_parameter_has_a_message(tmp_path):

@@ -50,10 +50,10 @@ CASES = {
         "launch.sagemaker.spot={max_wait_hours: 24}",
         "launch.sagemaker.subnets=[subnet-0abc, subnet-0def]",
         "launch.sagemaker.security_group_ids=[sg-0abc]",
-        "launch.sagemaker.encrypt_traffic=true",
+        "launch.sagemaker.patch={EnableInterContainerTrafficEncryption: true, "
+        "RetryStrategy: {MaximumRetryAttempts: 2}}",
         "launch.sagemaker.kms_key=arn:aws:kms:us-west-2:111122223333:key/0a1b",
         "launch.sagemaker.tags={team: 'a b', cost-center: '42'}",
-        "launch.sagemaker.max_attempts=3",
         "data.train=[{path: s3://corpora/web/}, {path: 'data/text/*.txt', weight: 2}]",
         "data.validation=[{path: s3://corpora/held-out.jsonl, name: held}]",
         "data.validation_fraction=null",

@@ -115,7 +115,7 @@ def test_a_shorter_run_is_refused_with_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_a_longer_run_is_told_what_happens_to_its_learning_rate(tmp_path, schedule):
-    optim = {"schedule": schedule, "warmup_fraction": 0.5, "min_learning_rate_fraction": 0.0, "learning_rate": 1e-2}
+    optim = {"schedule": schedule, "warmup": "50%", "min_learning_rate_fraction": 0.0, "learning_rate": 1e-2}
     before, now = (
         build_recipe(tmp_path / "run", steps).model_copy(update={"optim": OptimConfig(**optim)}) for steps in (10, 20)
     )

@@ -12,7 +12,6 @@ from echelon.ground import horovodrun
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.horovodrun import read_rendezvous
 from echelon.learn.parallel.horovod_sum import divide
-from echelon.recipe.horovod_config import HorovodConfig
 
 
 class Store(BaseHTTPRequestHandler):
@@ -113,7 +112,7 @@ def test_groups_keep_the_order_and_the_limit() -> None:
 
 def test_the_fusion_threshold_is_the_recipe_s_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
-    assert find_group_bytes(HorovodConfig()) == 128 * 2**20
+    assert find_group_bytes({}) == 128 * 2**20
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4096")
-    assert find_group_bytes(HorovodConfig()) == 4096
-    assert find_group_bytes(HorovodConfig(fusion_threshold_mb=2)) == 2**21
+    assert find_group_bytes({}) == 4096
+    assert find_group_bytes({"HOROVOD_FUSION_THRESHOLD": "2048"}) == 2048

@@ -43,7 +43,7 @@ def group(tmp_path):
 def build(every, hours=None, devices=1, step=0) -> SaveInterval:
     recipe, _ = parse_recipe(SMALL, "recipe.yaml")
     recipe = recipe.model_copy(update={
-        "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": every}),
+        "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
         "fault": recipe.fault.model_copy(update={"mean_hours_between_failures": hours}),
     })  # fmt: skip
     return SaveInterval(recipe, 100, devices, step)
@@ -55,9 +55,9 @@ def test_a_number_is_that_number(group) -> None:
     assert interval.learn(7, 100.0, 100.0, group) is None
 
 
-def test_saves_per_epoch(group) -> None:
+def test_a_third_of_an_epoch(group) -> None:
     # 100 sequences an epoch, 8 a step: thirds of it are reached with steps 5 (40), 9 (72) and 13 (104), 17 (136), ...
-    recipe, _ = parse_recipe(SMALL + "checkpoint: {saves_per_epoch: 3}\n", "recipe.yaml")
+    recipe, _ = parse_recipe(SMALL + "checkpoint: {every: 1/3 epochs}\n", "recipe.yaml")
     interval = SaveInterval(recipe, 100, num_devices=1, step=0)
     assert [step for step in range(1, 26) if interval.is_due(step)] == [5, 9, 13, 17, 21, 25]
     assert interval.learn(5, 100.0, 100.0, group) is None

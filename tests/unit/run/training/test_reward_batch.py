@@ -54,10 +54,10 @@ def batch_of(folder, rewards, *settings, length=2):
     ("settings", "rewards", "trained", "advantages"),
     [
         ([], REWARDS, [1, 1, 1, 1, 1, 1], [-1, 0, 1, 0, 0, 0]),
-        (["rollout.skip_truncated=true"], REWARDS, [1, 0, 1, 1, 1, 1], [-1, 0, 1, 0, 0, 0]),
-        (["rollout.skip_uniform_groups=true"], REWARDS, [1, 1, 1, 0, 0, 0], [-1, 0, 1, 0, 0, 0]),
+        (["rollout.skip=[truncated]"], REWARDS, [1, 0, 1, 1, 1, 1], [-1, 0, 1, 0, 0, 0]),
+        (["rollout.skip=[uniform]"], REWARDS, [1, 1, 1, 0, 0, 0], [-1, 0, 1, 0, 0, 0]),
         (
-            ["rollout.skip_uniform_groups=true"],
+            ["rollout.skip=[uniform]"],
             REWARDS.clone().index_fill_(0, torch.tensor([3, 4, 5]), 0.1),
             [1, 1, 1, 0, 0, 0],
             [-1, 0, 1, 0, 0, 0],

@@ -35,7 +35,7 @@ def write(folder: Path, **changes) -> Path:
         "tokenizer": "bytes",
         "data": {"train": "text.txt", "sequence_len": 4096},
         "train": {"tokens": 2e9, "global_batch_tokens": 524288, "precision": "bf16"},
-        "optim": {"learning_rate": 1e-3, "schedule": "wsd", "schedule_unit": "tokens", "warmup_tokens": 1000000},
+        "optim": {"learning_rate": 1e-3, "schedule": "wsd", "warmup": "1000000 tokens"},
         "parallel": "fsdp",
     } | changes
     path = folder / "big.json"
@@ -89,12 +89,14 @@ def test_answers_are_few_and_short_and_rewards_are_soon_given_up(tmp_path):
     )
 
 
-@pytest.mark.parametrize("warmup", [{"warmup_fraction": 0.1}, {"schedule_unit": "tokens", "warmup_tokens": 1000}])
+@pytest.mark.parametrize(
+    "warmup", [{"warmup": "10%"}, {"warmup": "1K tokens"}, {"schedule_unit": "tokens", "warmup_tokens": 1000}]
+)
 def test_a_schedule_that_needs_a_warm_up_keeps_one(tmp_path, warmup):
     path = write(tmp_path, optim={"learning_rate": 1e-3, "schedule": "inverse_sqrt", **warmup})
     recipe, _ = load_recipe(path)
     small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill", 2, 60))
-    assert (small.optim.warmup_steps, small.optim.warmup_fraction) == (2, None)
+    assert small.optim.warmup == 2
 
 
 def test_the_small_recipe_loads(tmp_path):
@@ -102,7 +104,7 @@ def test_the_small_recipe_loads(tmp_path):
     recipe, _ = load_recipe(path)
     small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill" / "x", 2, 60))
     assert small.train.steps == 60 and small.train.tokens is None and small.global_batch_size == 4
-    assert small.checkpoint.every_steps == 10 and small.run.dir == tmp_path / "drill" / "x"
+    assert small.checkpoint.every == 10 and small.run.dir == tmp_path / "drill" / "x"
     assert small.optim.schedule == "wsd" and small.parallel == recipe.parallel
     assert small.prepared_dir == recipe.prepared_dir, "the data is not prepared once more"
 

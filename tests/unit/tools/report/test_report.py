@@ -158,7 +158,7 @@ def test_advice_states_what_a_change_gains(tmp_path):
     [evaluations] = advice(write_run(tmp_path / "evaluations", goodput={"training": 60.0, "evaluating": 40.0}))
     assert "40.0 % of the time" in evaluations and "would be 1.25 times as fast" in evaluations  # 100 / 80
     path = write_run(tmp_path / "saves", goodput={"training": 75.0, "saving": 25.0})
-    assert "every_steps twice as high: the run would be 1.14 times as fast" in advice(path)[0]  # 100 / 87.5
+    assert "checkpoint.every twice as high: the run would be 1.14 times as fast" in advice(path)[0]  # 100 / 87.5
     (path / "recipe.yaml").write_text("checkpoint: {async: false}\n")
     assert "checkpoint.async: true: the run would be up to 1.33 times as fast" in advice(path)[0]
 

@@ -38,7 +38,7 @@ def _check_wandb_key(recipe: Recipe) -> None:
     from wandb.sdk.lib import wbauth
 
     settings = wandb.Settings()
-    if (recipe.wandb.mode or settings.mode) != "online":
+    if recipe.launch.env.get("WANDB_MODE", settings.mode) != "online":
         return
     if (
         wbauth.authenticate_session(host=settings.base_url, source="echelon", prompt=False, update_session=False)
@@ -46,7 +46,7 @@ def _check_wandb_key(recipe: Recipe) -> None:
     ):
         raise ConfigError(
             f"track: wandb has no key for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or set "
-            "wandb.mode: offline to write to the run folder."
+            "WANDB_MODE=offline in the environment or in launch.env to write to the run folder."
         )
 
 

@@ -82,7 +82,8 @@ class Mlflow:
             self._folder.environment_path,
         ):
             self._client.log_artifact(self._run_id, str(path))
-        if self._recipe.mlflow.system_metrics:
+        variables = {**read_environment(), **self._recipe.launch.env}
+        if variables.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() not in ("false", "0"):
             self._start_monitor()
         steps = {name.removesuffix("/step"): int(value) for name, value in run.data.metrics.items() if "/step" in name}
         return Opened(defaultdict(int, steps), self._describe(experiment))
@@ -107,7 +108,7 @@ class Mlflow:
             self._monitor = None
         if done:
             self._client.log_artifact(self._run_id, str(self._folder.metrics_path))
-            if self._recipe.mlflow.log_model or self._recipe.mlflow.register_model:
+            if self._recipe.mlflow.log_model:
                 self._log_model()
         self._client.set_terminated(self._run_id, "FINISHED" if done else "FAILED")
 
@@ -162,7 +163,7 @@ class Mlflow:
             self._client.log_artifacts(self._run_id, str(export_run(self._folder.path, exported)), artifact)
         finally:
             shutil.rmtree(exported, ignore_errors=True)
-        if (name := self._recipe.mlflow.register_model) is not None:
+        if isinstance(name := self._recipe.mlflow.log_model, str):
             self._register(name, f"runs:/{self._run_id}/{artifact}")
 
     def _register(self, name: str, source: str) -> None:

@@ -37,7 +37,8 @@ class Prometheus(Collector):
 
     def __init__(self, recipe: Recipe, folder: RunFolder, resumed_step: int) -> None:
         self._run = recipe.run.name
-        self._host, self._port = recipe.prometheus.host, recipe.prometheus.port
+        host, _, self._port = recipe.prometheus.address.rpartition(":")
+        self._host = host.strip("[]")
         self._targets = folder.path.absolute().parent / TARGETS / f"{folder.path.name}.json"
         self._newest: dict[str, Mapping[str, Any]] = {}  # by kind of row
         self._server: tuple[WSGIServer, Thread] | None = None
@@ -47,7 +48,7 @@ class Prometheus(Collector):
         self._stop()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = start_http_server(0 if self._port == "auto" else self._port, self._host, registry)
+        self._server = start_http_server(0 if self._port == "auto" else int(self._port), self._host, registry)
         port = self._server[0].server_port
         host = socket.gethostname() if self._host in _EVERYWHERE else self._host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

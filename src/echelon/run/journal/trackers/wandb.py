@@ -7,7 +7,7 @@ from typing import Any
 import wandb
 
 from echelon.ground.redaction import redact
-from echelon.ground.variables import set_default_variables
+from echelon.ground.variables import read_environment, set_default_variables
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.run.folder.run_folder import RunFolder
@@ -37,13 +37,12 @@ class WeightsAndBiases:
         """Start the run, or resume the one with this key."""
         if self._run is not None:
             wandb.teardown(exit_code=1)
-        config = self._recipe.wandb
         settings = {"console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_meta": True}
         settings |= {"init_timeout": _INIT_SECONDS, "finish_timeout": _FINISH_SECONDS, "login_timeout": 1.0}
+        variables = {"WANDB_PROJECT": "echelon", **read_environment(), **self._recipe.launch.env}
+        named = {"WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_MODE": "mode"}
+        settings |= {key: variables[name] for name, key in named.items() if name in variables}
         self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            mode=config.mode,
             id=run_key,
             name=self._recipe.run.name,
             dir=self._folder,

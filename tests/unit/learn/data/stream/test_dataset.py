@@ -188,8 +188,8 @@ def test_broken_records_are_counted_in_each_chunk(load, tmp_path, caplog):
         ("data.train=[{path: text, max_samples: 2}]", "data.train.0.max_samples=2 does not go"),
         ("data.train=hf://datasets/ORG/NAME/a.txt", "data.train.0.path=hf://.* may change during the run; name the"),
         ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train does not go"),
-        ("train.evals_per_epoch=1", "train.evals_per_epoch=1 does not go"),
-        ("checkpoint.saves_per_epoch=1", "checkpoint.saves_per_epoch=1 does not go"),
+        ("train.eval_every=1 epochs", "train.eval_every='1 epochs' does not go"),
+        ("checkpoint.every=1 epochs", "checkpoint.every='1 epochs' does not go"),
         ("data.stream.cache_gb=1e-6", "may not hold three windows"),
     ],
 )

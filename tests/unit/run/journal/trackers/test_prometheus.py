@@ -97,7 +97,7 @@ def test_a_port_in_use_is_reported_and_taken_when_it_is_free(run, tmp_path, monk
     write(folder, {"kind": "train", "step": 1, "loss": 2.0})
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        recipe, _ = load_text(tmp_path, SMALL, "track=[prometheus]", f"prometheus.port={port}")
+        recipe, _ = load_text(tmp_path, SMALL, "track=[prometheus]", f"prometheus.address=127.0.0.1:{port}")
         [forwarder] = start_trackers(recipe, folder, 0)
         until(lambda: any("track: prometheus fails (OSError: [Errno 98]" in line for line in lines) or None)
     until(lambda: any(f"prometheus metrics at http://127.0.0.1:{port}/metrics" in line for line in lines) or None)

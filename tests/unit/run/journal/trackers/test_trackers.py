@@ -58,7 +58,7 @@ def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
     from echelon.run.journal.trackers.mlflow import Mlflow
 
     overrides = [f"model.config.note={LONG}", f"model.config.hf_token={SECRET}"]
-    recipe, run = build_run(store, *overrides, "mlflow.system_metrics=false")
+    recipe, run = build_run(store, *overrides, "launch.env={MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING: 'false'}")
     first = Mlflow(recipe, run, 0)
     opened = first.open("key-1", {})
     assert opened.held["train"] == 0 and f"sqlite:///{store}/runs/mlflow.db" in opened.where
@@ -67,7 +67,9 @@ def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
     sets = {"sets": {"code": {"loss": 2.5}}}
     first.send([{"kind": "eval", "step": 699, "loss": 3.0, **sets}])
 
-    longer, _ = build_run(store, *overrides, "mlflow.system_metrics=false", "train.steps=20")
+    longer, _ = build_run(
+        store, *overrides, "launch.env={MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING: 'false'}", "train.steps=20"
+    )
     second = Mlflow(longer, run, 0)
     held = second.open("key-1", {}).held
     assert (held["train"], held["eval"], held["other"]) == (699, 699, 0)
@@ -96,7 +98,7 @@ def test_another_key_is_another_run(store, no_store):
 
     from echelon.run.journal.trackers.mlflow import Mlflow
 
-    recipe, run = build_run(store, "mlflow.system_metrics=false")
+    recipe, run = build_run(store, "launch.env={MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING: 'false'}")
     tracker = Mlflow(recipe, run, 0)
     assert tracker.open("key-2", {"train": 5}).held["train"] == 0  # the store decides, not the ledger
     tracker.finish(done=False)
@@ -132,7 +134,9 @@ def test_parameters_have_names_and_lengths_that_mlflow_accepts():
 def test_wandb_keeps_one_run_in_files_across_resumes(tmp_path, no_store):
     from echelon.run.journal.trackers.wandb import WeightsAndBiases
 
-    recipe, run = build_run(tmp_path, "wandb.mode=offline", f"model.config.hf_token={SECRET}", "wandb.project=mine")
+    recipe, run = build_run(
+        tmp_path, "launch.env={WANDB_MODE: offline, WANDB_PROJECT: mine}", f"model.config.hf_token={SECRET}"
+    )
     first = WeightsAndBiases(recipe, run, 0)
     assert first.open("key-3", {}).held["train"] == 0
     first.send([*train_rows(1, 4), {"kind": "eval", "step": 3, "loss": 5.0}])
@@ -184,7 +188,7 @@ def read_history(record):
     [
         (["track=[mlflow]", f"mlflow.tracking_uri=http://me:{SECRET}@host"], "MLFLOW_TRACKING_PASSWORD"),
         (["track=[mlflow]", f"mlflow.tracking_uri=https://{SECRET}@host"], "MLFLOW_TRACKING_URI"),
-        (["track=[wandb]", "wandb.mode=online"], "wandb.mode: offline"),
+        (["track=[wandb]", "launch.env={WANDB_MODE: online}"], "WANDB_MODE=offline"),
     ],
 )
 def test_invalid_tracker_settings_are_refused_before_the_start(tmp_path, no_store, monkeypatch, overrides, words):
