@@ -77,7 +77,7 @@ def count_test_lines() -> int:
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: count_files(ECHELON), 618, 0),
-    "lines": (lambda: count_lines(ECHELON), 97_357, 250),
+    "lines": (lambda: count_lines(ECHELON), 97_320, 250),
     "raises with a text": (lambda: count_raises(ECHELON), 1_384, 5),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 23, 0),
