@@ -22,7 +22,7 @@ RECIPE = {
 }
 
 # Needs torch.
-LIBRARY = {"Learner", "LoopRun", "Microbatch", "Objective", "Sampling", "StepBatch", "build_step_batch"}
+LIBRARY = {"Learner", "LoopRun", "Microbatch", "Objective", "Sampling", "StepBatch", "build_step_batch", "open_model"}
 
 
 def test_importing_needs_no_torch_and_provides_every_name():
