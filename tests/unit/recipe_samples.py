@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 
@@ -28,6 +30,7 @@ train: {steps: 10, global_batch_size: 4}
 optim: {learning_rate: 1e-3}
 """
 """What is launched in tests of launchers; each adds its `launch`."""
+RECIPE = yaml.safe_load(DEMO)
 
 
 def write_recipe(folder: Path, text: str = SMALL) -> Path:

@@ -24,15 +24,9 @@ from echelon.recipe.training import OptimConfig
 from echelon.run.lifecycle.extension_checks import check_extensions, describe_extensions, list_extensions
 from echelon.run.training.callbacks import build_callbacks
 from tests.own_parts import write_package
+from tests.unit.recipe_samples import RECIPE
 
-RECIPE = {
-    "run": {"name": "small"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
-    "data": {"train": "text.txt", "sequence_len": 16, "validation_fraction": 0.2},
-    "train": {"steps": 10, "global_batch_size": 4},
-    "optim": {"learning_rate": 1e-3},
-}
+GIVEN = RECIPE | {"data": {"train": "text.txt", "sequence_len": 16, "validation_fraction": 0.2}}
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def package(tmp_path, monkeypatch):
 
 
 def build(**overrides):
-    return build_recipe(RECIPE, {key.replace("__", "."): value for key, value in overrides.items()})[0]
+    return build_recipe(GIVEN, {key.replace("__", "."): value for key, value in overrides.items()})[0]
 
 
 def test_an_optimizer_gets_its_options(package):
@@ -141,14 +135,14 @@ def test_options_are_checked_against_the_class(package):
 @pytest.mark.parametrize("name", ["adamx", "a.b", "a:", ":b", "a b:c", "a:b.c"])
 def test_other_names_are_refused_when_the_recipe_is_read(key, name):
     with pytest.raises(ConfigError, match=rf"{key}={name!r} must be .* or package.module:Name|{key}={name} must be"):
-        build_recipe(RECIPE, {key: name})
+        build_recipe(GIVEN, {key: name})
 
 
 def test_the_schema_accepts_both_spellings():
     schema = recipe_json_schema()
     check = jsonschema.Draft202012Validator(schema).is_valid
     for name, good in (("muon", True), ("their.parts:Rule", True), ("muom", False), ("a b:c", False)):
-        recipe = {**RECIPE, "data": {"train": [{"path": "x"}]}, "optim": {"learning_rate": 1e-3, "name": name}}
+        recipe = {**GIVEN, "data": {"train": [{"path": "x"}]}, "optim": {"learning_rate": 1e-3, "name": name}}
         assert check(recipe) is good, name
 
 
@@ -160,7 +154,7 @@ def test_plans_are_made_without_importing(package):
     report = echelon.plan(recipe, "2xH100")
     told = f"left to train: optim.name=not_here.at_all:Rule: {describe_extensions(recipe)[1].partition(': ')[2]}"
     assert told in report.lines and "whether the package not_here is installed on every machine" in told
-    adamw = echelon.plan(RECIPE, "2xH100")
+    adamw = echelon.plan(GIVEN, "2xH100")
     own = "not_here.at_all:Rule keeps two numbers per parameter, like AdamW"
     assert set(report.memory.assumptions) == {*adamw.memory.assumptions, own}
     assert replace(report.memory, assumptions=adamw.memory.assumptions) == adamw.memory
@@ -171,7 +165,7 @@ def test_a_users_own_recipe_finds_modules_beside_it(package, tmp_path, monkeypat
     """The recipe's folder is importable, as for a script; commands that only read a run do not import from it."""
     write_package(tmp_path, "beside_it")
     path = tmp_path / "recipe.json"
-    path.write_text(json.dumps({**RECIPE, "objective": {"name": "beside_it:ZLoss"}}))
+    path.write_text(json.dumps({**GIVEN, "objective": {"name": "beside_it:ZLoss"}}))
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     with pytest.raises(ConfigError, match="cannot be imported"):
         build_objective(load_recipe(path)[0].objective)

@@ -11,15 +11,7 @@ import echelon
 from echelon.ground.errors import ConfigError
 from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
-
-RECIPE = {
-    "run": {"name": "small"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
-    "data": {"train": "text.txt", "sequence_len": 32},
-    "train": {"steps": 10, "global_batch_size": 4},
-    "optim": {"learning_rate": 1e-3},
-}
+from tests.unit.recipe_samples import RECIPE
 
 # Needs torch.
 LIBRARY = {"Learner", "LoopRun", "Microbatch", "Objective", "Sampling", "StepBatch", "build_step_batch", "open_model"}

@@ -23,6 +23,7 @@ from echelon.learn.checkpoint.folder import Checkpoint, remove
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.outcome import Outcome
+from tests.unit.recipe_samples import RECIPE
 
 # As real jobs log it, except for the order of hosts, which is not guaranteed.
 RESOURCES = {
@@ -40,14 +41,7 @@ RESOURCES = {
     ],
 }
 CHANNEL = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
-RECIPE = {
-    "run": {"name": "tiny"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
-    "data": {"train": "/opt/ml/input/data/train", "sequence_len": 32},
-    "train": {"steps": 2, "global_batch_size": 2},
-    "optim": {"learning_rate": 1e-3},
-}
+GIVEN = RECIPE | {"data": {"train": "/opt/ml/input/data/train", "sequence_len": 32}}
 
 
 @pytest.fixture
@@ -64,7 +58,7 @@ def base(tmp_path):
 def write_recipe(base, **sections):
     path = base / "input" / "data" / "echelon" / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(RECIPE | sections))
+    path.write_text(yaml.safe_dump(GIVEN | sections))
     return path
 
 

@@ -17,6 +17,7 @@ from echelon.learn.distributed.sequence_part import SequencePart
 from echelon.recipe.load import build_recipe
 from echelon.recipe.render import recipe_json_schema
 from echelon.run.lifecycle.extension_checks import check_extensions
+from tests.unit.recipe_samples import RECIPE
 
 LENGTHS = [5, 16, 2, 9, 12]
 SEQUENCES = [[10 * row + place + 1 for place in range(length)] for row, length in enumerate(LENGTHS)]
@@ -182,14 +183,6 @@ def test_only_a_pure_source_is_read_ahead():
         assert first.closed and feed.source.place == feed.place == replace(place, rank=1, size=2)
 
 
-RECIPE = {
-    "run": {"name": "small"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
-    "data": {"train": "text.txt", "sequence_len": 16},
-    "train": {"steps": 10, "global_batch_size": 4},
-    "optim": {"learning_rate": 1e-3},
-}
 PARTS = """
 from echelon.learn.data.loader import BatchPlace
 from echelon.learn.data.own_batches import build_step_batch

@@ -23,17 +23,10 @@ from echelon.planner.hardware.job_machines import count_asked_gpus
 from echelon.recipe.difference import blocking_differences, diff_recipes
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.load import parse_recipe
+from tests.unit.recipe_samples import RECIPE
 
 SOURCE = str(Path(echelon.__file__).parents[1])
 DRIVER = "NVRM version: NVIDIA UNIX {kind}  {version}  Release Build  (dvs-builder@U22-I3)\nGCC version: 12.3\n"
-RECIPE = {
-    "run": {"name": "tiny"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
-    "data": {"train": "text.txt", "sequence_len": 32},
-    "train": {"steps": 2, "global_batch_size": 2},
-    "optim": {"learning_rate": 1e-3},
-}
 TORCH = """
 __version__ = "2.13.0+cu130"
 from . import cuda, version

@@ -13,16 +13,10 @@ from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.early_checks import check_early
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
+from tests.unit.recipe_samples import RECIPE
 
 TEXT = "".join(f"{number} and {number} make {2 * number}.\n" for number in range(300))
-RECIPE = {
-    "run": {"name": "tiny"},
-    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
-    "data": {"train": "text.txt", "sequence_len": 32, "validation_fraction": 0.1},
-    "train": {"steps": 2, "global_batch_size": 2},
-    "optim": {"learning_rate": 1e-3},
-}
+GIVEN = RECIPE | {"data": {"train": "text.txt", "sequence_len": 32, "validation_fraction": 0.1}}
 
 
 @pytest.fixture
@@ -30,7 +24,7 @@ def load(tmp_path, monkeypatch):
     """Load the recipe, in a folder with its text, with overrides."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GIVEN))
     return lambda *overrides: load_recipe(tmp_path / "recipe.yaml", overrides)[0]
 
 
