@@ -27,7 +27,7 @@ model: {config: {model_type: llama, hidden_size: 64, num_hidden_layers: 1, num_a
 tokenizer: bytes
 data: {train: text.txt, sequence_len: 32}
 train: {steps: 10, global_batch_size: 4}
-optim: {learning_rate: 1e-3}
+optim: {learning_rate: 0.001}
 """
 """What is launched in tests of launchers; each adds its `launch`."""
 RECIPE = yaml.safe_load(DEMO)

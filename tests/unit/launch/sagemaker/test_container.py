@@ -105,7 +105,7 @@ def test_refuses_a_run_folder_that_ends_with_the_container(base):
     write_recipe(base)
     with pytest.raises(ConfigError) as refused:
         container.run(base, {})
-    assert f"set run.dir={base}/checkpoints/tiny" in str(refused.value)
+    assert f"set run.dir={base}/checkpoints/demo" in str(refused.value)
 
 
 def test_passes_hosts_and_efa_to_training(base, tmp_path, caplog):
