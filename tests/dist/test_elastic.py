@@ -150,7 +150,7 @@ def listens(port):
     )
 
 
-def await_count(run, name, count, process, seconds=120):
+def await_count(run, name, count, process, seconds=150):
     deadline = time.monotonic() + seconds
     while len(events(run, name)) < count:
         assert process.poll() is None, process.communicate()

@@ -10,6 +10,7 @@ import pytest
 
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import await_line, read_lines, write_recipe
+from tests.dist.test_elastic import await_count
 from tests.namespaces import machines, namespaces_allowed
 from tests.parity.training import LOSS
 
@@ -273,11 +274,3 @@ def test_plain_torchrun_survives_the_loss_of_a_host(tmp_path, whole):
     assert codes == [0], outputs
     assert [outputs[0].count(f"plan: ddp on {count} process") for count in (1, 2)] == [1, 1], outputs[0]
     assert_same(rows(run), whole(600))
-
-
-def await_count(run, name, count, process, seconds=150):
-    deadline = time.monotonic() + seconds
-    while len(events(run, name)) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"no {count} {name}"
-        time.sleep(0.05)

@@ -13,6 +13,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe
 from tests.families import small_config
+from tests.unit.recipe_samples import RECIPE
 
 MACHINE = Accelerator(
     "machine", memory_bytes=2**33, bf16_flops=None, fp32_flops=None, memory_bandwidth=None, source="-"
@@ -20,16 +21,8 @@ MACHINE = Accelerator(
 
 
 def resolve(family, ranks, parallel, **sections):
-    content = {
-        "run": {"name": "x"},
-        "model": {"config": small_config(family)},
-        "tokenizer": "bytes",
-        "data": {"train": [{"path": "x"}], "sequence_len": 32},
-        "train": {"steps": 2, "global_batch_size": 24},
-        "optim": {"learning_rate": 1e-3},
-        "parallel": parallel,
-        **sections,
-    }
+    train, model = {"steps": 2, "global_batch_size": 24}, {"config": small_config(family)}
+    content = RECIPE | {"model": model, "train": train, "parallel": parallel, **sections}
     cluster = Cluster(MACHINE, num_devices=ranks, devices_per_node=ranks, kind="cpu")
     return resolve_plan(Recipe.model_validate(content), build_shape(small_config(family)), cluster)
 

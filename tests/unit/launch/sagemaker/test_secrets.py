@@ -20,6 +20,7 @@ from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.recipe.sagemaker_sections import SageMakerConfig
 from tests.object_server import ObjectServer
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
+from tests.unit.recipe_samples import RECIPE
 
 boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 
@@ -170,13 +171,9 @@ def test_only_the_training_gets_a_secret_and_nothing_shows_it(vault, tmp_path, m
     vault.create_secret(Name="team/hf", SecretString=TOKEN)
     vault.create_secret(Name="keys", SecretString=json.dumps({"wandb": PLAIN}))
     base, seen = tmp_path / "ml", tmp_path / "seen"
-    recipe = {
+    recipe = RECIPE | {
         "run": {"name": "tiny", "dir": str(base / "checkpoints" / "tiny")},
-        "model": {"config": {"model_type": "llama", "hidden_size": 32}},
-        "tokenizer": "bytes",
         "data": {"train": "python-stdlib", "sequence_len": 32},
-        "train": {"steps": 2, "global_batch_size": 2},
-        "optim": {"learning_rate": 1e-3},
         "launch": {"sagemaker": {"secrets": {"HF_TOKEN": "team/hf", "WANDB_API_KEY": "keys#wandb"}}},
     }
     (base / "input" / "data" / "echelon").mkdir(parents=True)

@@ -17,6 +17,7 @@ from echelon.recipe.inputs import AdapterConfig
 from echelon.recipe.render import render_recipe
 from tests.families import small_model, small_scorer
 from tests.unit.learn.data.test_chat_templates import build
+from tests.unit.recipe_samples import RECIPE
 
 CPU = torch.device("cpu")
 TALK = [{"role": "user", "content": "3 plus 4?"}]
@@ -42,19 +43,9 @@ def write_scorer(folder, family="llama", labels=(), template=TEMPLATE):
 
 
 def recipe_with(*rewards):
-    return Recipe.model_validate(
-        {
-            "run": {"name": "judged"},
-            "model": {"config": {"model_type": "llama"}},
-            "tokenizer": "bytes",
-            "train": {"steps": 1, "global_batch_size": 8},
-            "optim": {"learning_rate": 1e-3},
-            "data": {"train": "prompts.jsonl", "sequence_len": 64},
-            "objective": {"name": "grpo"},
-            "rollout": {"max_new_tokens": 8},
-            "reward": list(rewards),
-        }
-    )
+    data, train = {"train": "prompts.jsonl", "sequence_len": 64}, {"steps": 1, "global_batch_size": 8}
+    sections = {"objective": {"name": "grpo"}, "rollout": {"max_new_tokens": 8}, "reward": list(rewards)}
+    return Recipe.model_validate(RECIPE | {"data": data, "train": train, **sections})
 
 
 def reward_at(folder, **options):

@@ -10,6 +10,7 @@ from echelon.launch.sagemaker.kept_data import open_kept
 from echelon.learn.data import prepare
 from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
+from tests.unit.recipe_samples import RECIPE
 
 TEXT = "".join(f"{number} and {number} make {2 * number}.\n" for number in range(300))
 
@@ -36,14 +37,7 @@ class Container:
             shutil.rmtree(path, ignore_errors=True)
         (data / "train").mkdir(parents=True)
         (data / "train" / "text.txt").write_text(text)
-        recipe = {
-            "run": {"name": "tiny"},
-            "model": {"config": {"model_type": "llama", "hidden_size": 32}},
-            "tokenizer": "bytes",
-            "data": {"train": str(data / "train"), "sequence_len": 32},
-            "train": {"steps": 2, "global_batch_size": 2},
-            "optim": {"learning_rate": 1e-3},
-        }
+        recipe = RECIPE | {"data": {"train": str(data / "train"), "sequence_len": 32}}
         path = self.base / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
         keeper = open_kept(load_recipe(path)[0], self.base)

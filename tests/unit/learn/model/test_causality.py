@@ -11,6 +11,7 @@ from echelon.learn.model.build import load_config
 from echelon.learn.model.causality import check_is_causal
 from tests.dist.command import CommandLine
 from tests.families import EXTRA, small_config
+from tests.unit.recipe_samples import RECIPE
 
 ENCODER = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
            "num_attention_heads": 4}  # fmt: skip
@@ -94,14 +95,7 @@ def test_a_model_whose_forward_pass_fails_is_refused_with_a_message():
 def test_an_encoder_is_refused_before_anything_is_written(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
-    recipe = {
-        "run": {"name": "encoder"},
-        "model": {"config": {"model_type": "bert", **ENCODER}},
-        "tokenizer": "bytes",
-        "data": {"train": [{"path": "text.txt"}], "sequence_len": 32},
-        "train": {"steps": 2, "global_batch_size": 2},
-        "optim": {"learning_rate": 1e-3},
-    }
+    recipe = RECIPE | {"model": {"config": {"model_type": "bert", **ENCODER}}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     ending = CommandLine(capfd, monkeypatch)("train", "recipe.yaml", "--nproc", "1")
     assert ending.code == 2 and "Traceback" not in ending.err

@@ -27,19 +27,13 @@ from echelon.run.folder.open_run import OpenedRun, open_run
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.setup import describe_longer_run
 from echelon.tools.sweep.sweep_folder import SweepFolder
+from tests.unit.recipe_samples import RECIPE
 
 
 def build_recipe(directory, steps=10, learning_rate=1e-3, log_every=1):
-    return Recipe.model_validate(
-        {
-            "run": {"name": "tiny", "dir": str(directory)},
-            "model": {"config": {"model_type": "llama", "hidden_size": 8}},
-            "tokenizer": "bytes",
-            "data": {"train": "text.txt", "sequence_len": 8},
-            "train": {"steps": steps, "global_batch_size": 2, "log_every": log_every},
-            "optim": {"learning_rate": learning_rate},
-        }
-    )
+    train = {"steps": steps, "global_batch_size": 2, "log_every": log_every}
+    run, optim = {"name": "tiny", "dir": str(directory)}, {"learning_rate": learning_rate}
+    return Recipe.model_validate(RECIPE | {"run": run, "train": train, "optim": optim})
 
 
 def leave_run(directory, finished=False, **changes):

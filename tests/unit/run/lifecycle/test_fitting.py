@@ -11,22 +11,15 @@ from echelon.learn.micro_batch import fit_micro_batch
 from echelon.planner.memory_parts import MemoryParts
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.document import Recipe
+from tests.unit.recipe_samples import RECIPE
 
 PLAN = ParallelPlan("ddp", dp_replicate=8, micro_batch_size=6, num_microbatches=2, why=("chosen",))
 PARTS = MemoryParts(1, 2, 3, 4, 5, 6)
 
 
 def build_recipe(micro_batch_size="auto", **train):
-    return Recipe.model_validate(
-        {
-            "run": {"name": "tiny"},
-            "model": {"config": {"model_type": "llama", "hidden_size": 8}},
-            "tokenizer": "bytes",
-            "data": {"train": "text.txt", "sequence_len": 64},
-            "train": {"steps": 1, "global_batch_size": 96, "micro_batch_size": micro_batch_size, **train},
-            "optim": {"learning_rate": 1e-3},
-        }
-    )
+    train = {"steps": 1, "global_batch_size": 96, "micro_batch_size": micro_batch_size, **train}
+    return Recipe.model_validate(RECIPE | {"data": {"train": "text.txt", "sequence_len": 64}, "train": train})
 
 
 def fit(largest, short=(3,), micro_batch_size="auto", plan=PLAN):

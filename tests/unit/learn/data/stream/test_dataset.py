@@ -22,14 +22,12 @@ from echelon.learn.data.stream.dataset import UNKNOWN
 from echelon.recipe.load import load_recipe
 from tests.object_server import BUCKET, bucket_served
 from tests.unit.learn.data.readers.test_readers import write_megatron
+from tests.unit.recipe_samples import RECIPE
 
-RECIPE = {
+STREAMED = RECIPE | {
     "run": {"name": "tiny", "seed": 3},
-    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
-    "tokenizer": "bytes",
     "data": {"train": "text", "sequence_len": 64, "validation_fraction": 0},
     "train": {"steps": 40, "global_batch_size": 16},
-    "optim": {"learning_rate": 1e-3},
 }
 STREAM = "data.stream={window: 200}"
 NUM_FILES = 10
@@ -49,7 +47,7 @@ def load(tmp_path, monkeypatch):
     monkeypatch.setattr("echelon.learn.data.stream.chunk_list.PIECE_BYTES", 1)
     monkeypatch.setattr(addresses, "RETRY_DELAYS_SECONDS", (0.0, 0.0))
     write_files(tmp_path / "text")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(STREAMED))
     return lambda *overrides: load_recipe(tmp_path / "recipe.yaml", overrides)[0]
 
 
