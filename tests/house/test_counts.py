@@ -84,9 +84,9 @@ def count_test_lines() -> int:
 
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: count_files(ECHELON), 613, 0),
-    "lines": (lambda: count_lines(ECHELON), 96_990, 250),
-    "raises with a text": (lambda: count_raises(ECHELON), 1_380, 5),
+    "files": (lambda: count_files(ECHELON), 612, 0),
+    "lines": (lambda: count_lines(ECHELON), 96_940, 250),
+    "raises with a text": (lambda: count_raises(ECHELON), 1_378, 5),
     "vague names of variables": (lambda: count_vague_names(ECHELON), 280, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 20, 0),

@@ -14,8 +14,8 @@ from echelon.ground.extensions import EXTENSION
 from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.deepspeed import DeepspeedConfig
+from echelon.recipe.engine_sections import HorovodConfig, TensorflowConfig
 from echelon.recipe.engines import ENGINES, NATIVE, OWN
-from echelon.recipe.horovod_config import HorovodConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.names import REWARD_MODEL, TRACKERS, Tracker
@@ -33,7 +33,6 @@ from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import OpenSection, PathOrName, Section, name_or_mapping, read_epochs, rule
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
-from echelon.recipe.tensorflow_config import TensorflowConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
 from echelon.recipe.yaml_text import render_yaml, show_value
 

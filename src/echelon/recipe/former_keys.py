@@ -34,8 +34,7 @@ def _of_request(member: str, make: Callable[[Any], Any] = lambda value: value) -
 
 def _describe_elsewhere(machines: Any) -> Mapping[str, Any]:
     """Refuse machines that a recipe describes, with what to write into a file instead. Raises ConfigError."""
-    given = machines if isinstance(machines, list) else []
-    rows = [dict(machine) for machine in given if isinstance(machine, Mapping)]
+    rows = [dict(row) for row in (machines if isinstance(machines, list) else ()) if isinstance(row, Mapping)]
     if not rows:
         return {}
     named = {row.pop("name", "NAME"): row for row in rows}
@@ -200,21 +199,21 @@ def replace_former(draft: Draft, former: Mapping[str, Successor] = FORMER) -> li
     notes = []
     for path in [tuple(name.split(".")) for name in former]:
         origin = draft.origin(path)
-        if (found := read_former(path, draft.get(path), origin, former)) is None:
+        if (replaced := read_former(path, draft.get(path), origin, former)) is None:
             if draft.get(path) is None:
                 draft.remove(path)
             continue
         draft.remove(path)
         if draft.get(path[:-1]) == {}:
             draft.remove(path[:-1])
-        for new, value in found[0].items():
+        for new, value in replaced[0].items():
             if draft.holds(new) and new != path[: len(new)]:
                 raise ConfigError(
                     f"{origin}: {dotted(path)} is now {dotted(new)}, which is also given ({draft.origin(new)}); keep "
                     f"{dotted(new)}."
                 )
             draft.set(new, value, origin)
-        notes.append(found[1])
+        notes.append(replaced[1])
     return notes
 
 

@@ -97,14 +97,6 @@ class ModelConfig(Section):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config.model_type is missing; name the family, for example model_type: llama.")
 
-    @field_validator("rope", mode="before")
-    @classmethod
-    def _read_older_spelling(cls, value: Any) -> Any:
-        """`type`, as `rope_scaling` had it, is `rope_type`."""
-        if not isinstance(value, dict) or "type" not in value:
-            return value
-        return {"rope_type" if name == "type" else name: part for name, part in value.items()}
-
     @rule
     def _scales_positions(self) -> None:
         if self.rope is None:

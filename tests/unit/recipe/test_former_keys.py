@@ -85,9 +85,8 @@ def test_a_quote_is_read_where_the_job_has_it_now():
 
 def test_described_machines_are_refused_with_the_file_that_has_them_now():
     machine = {"name": "ml.x9.huge", "gpus": 8, "usd_per_hour": 3}
-    launch = {"sagemaker": {"extra_types": [machine]}}
     with pytest.raises(ConfigError, match=r"extra_types is of .*prices/mine\.yaml .*ml\.x9\.huge: \{gpus: 8\}"):
-        build_recipe({**RECIPE, "launch": launch})
+        build_recipe({**RECIPE, "launch": {"sagemaker": {"extra_types": [machine]}}})
 
 
 def test_an_override_of_a_part_of_an_earlier_mapping_is_read():
@@ -106,10 +105,6 @@ def test_a_former_value_of_a_key_is_replaced_and_others_are_kept():
         "recipe: tensorflow.strategy: single is of an earlier version and is read as tensorflow.strategy: multi_worker."
     ]
     assert build_recipe(given, ["tensorflow.strategy=mirrored"])[1] == []
-
-
-def test_a_former_key_in_a_section_of_an_override_is_read():
-    given = {**RECIPE, "engine": "tensorflow"}
     recipe, notes = build_recipe(given, ["tensorflow={strategy: single}"])
     assert recipe.tensorflow.strategy == "multi_worker" and len(notes) == 1
 

@@ -28,7 +28,7 @@ from echelon.learn.optimizer import Served
 from echelon.learn.optimizer.groups import find_members
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.recipe.document import Recipe
-from echelon.recipe.tensorflow_config import TensorflowConfig
+from echelon.recipe.engine_sections import TensorflowConfig
 
 _EPSILON = 1e-6  # as in clip_gradients
 

@@ -72,7 +72,7 @@ class Evaluations:
         due = self._find_due(state.step)
         if not any(due) or state.step == self.learner.recipe.num_steps(self.learner.data.train.num_samples):
             due = (True, True)
-        with self.accounting.spending("evaluating"):
+        with self.accounting.goodput.spending("evaluating"):
             outcome = None if self.stop.agreed is not None else self._evaluate(state.step, *due)
         if outcome is None:
             return replace(state, owes_evaluation=True)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -145,10 +145,6 @@ class Accounting:
         """Stop reading the GPU's load, and tell the callbacks that training ends."""
         self._gpu.stop()
         self._tell("on_end")
-
-    def spending(self, cause: str) -> AbstractContextManager[None]:
-        """Return a scope whose time is assigned to this cause of the goodput."""
-        return self.goodput.spending(cause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

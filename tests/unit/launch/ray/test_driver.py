@@ -83,9 +83,7 @@ def test_a_stop_lets_the_agent_save(folder):
 
 
 def test_the_agent_ends_with_the_process_that_started_it(folder):
-    code = (
-        "from echelon.launch.ray.driver import RayMachine; import time; RayMachine().start('1', 'a:1'); time.sleep(60)"
-    )
+    code = "from echelon.launch.ray.driver import RayMachine as M; import time; M().start('1', 'a:1'); time.sleep(60)"
     worker = subprocess.Popen([sys.executable, "-c", code], cwd=folder, start_new_session=True)
     await_file(folder / "training.pid")
     agent = psutil.Process(int((folder / "training.pid").read_text()))

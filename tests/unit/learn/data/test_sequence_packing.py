@@ -24,10 +24,10 @@ from echelon.learn.data.prepared import PreparedData, open_prepared
 from echelon.learn.data.readers import cut_file
 from echelon.learn.data.shards import NO_LABEL, TokenDataset
 from echelon.learn.data.sinks import fit_lengths
-from echelon.learn.data.source import Source
 from echelon.learn.data.tokenizer import train_tokenizer
 from echelon.recipe.batches import constant_batch
 from tests.bytes_encoding import BytesEncoding
+from tests.unit.learn.data.test_corpus_writer import build_spec as build_corpus_spec
 
 _ = NO_LABEL
 
@@ -43,17 +43,7 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def build_spec(folder: Path, *paths: Path, **fields: object) -> PrepareSpec:
-    defaults: dict[str, object] = {
-        "validation": (),
-        "validation_fraction": 0.0,
-        "tokenizer": "bytes",
-        "checkpoint": None,
-        "prepared_dir": folder / "prepared",
-        "sequence_len": 8,
-        "workers": 1,
-    }
-    train = tuple(Source(f"data.train.{index}", str(path), name=path.name) for index, path in enumerate(paths))
-    return PrepareSpec(train=train, **{**defaults, **fields})
+    return build_corpus_spec(folder, *paths, **{"sequence_len": 8, **fields})
 
 
 def pairs(*texts: tuple[str, str]) -> list[dict]:

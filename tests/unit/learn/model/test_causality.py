@@ -95,8 +95,7 @@ def test_a_model_whose_forward_pass_fails_is_refused_with_a_message():
 def test_an_encoder_is_refused_before_anything_is_written(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
-    recipe = RECIPE | {"model": {"config": {"model_type": "bert", **ENCODER}}}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE | {"model": {"config": {"model_type": "bert", **ENCODER}}}))
     ending = CommandLine(capfd, monkeypatch)("train", "recipe.yaml", "--nproc", "1")
     assert ending.code == 2 and "Traceback" not in ending.err
     assert "set is_decoder: true in model.config" in ending.err

@@ -17,6 +17,7 @@ from echelon.tools.drill.exercise import choose_likeness, estimate_seconds
 from echelon.tools.drill.faults import FAULTS
 from echelon.tools.drill.shrink import shrink, shrink_model
 from echelon.tools.drill.trial import Likeness
+from tests.unit.recipe_samples import RECIPE
 
 MODELS = {
     "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -29,15 +30,12 @@ MODELS = {
 
 
 def write(folder: Path, **changes) -> Path:
-    recipe = {
-        "run": {"name": "big"},
-        "model": {"config": {"model_type": "llama"}},
-        "tokenizer": "bytes",
+    recipe = RECIPE | {
         "data": {"train": "text.txt", "sequence_len": 4096},
         "train": {"tokens": 2e9, "global_batch_tokens": 524288, "precision": "bf16"},
         "optim": {"learning_rate": 1e-3, "schedule": "wsd", "warmup": "1000000 tokens"},
-        "parallel": "fsdp",
-    } | changes
+    }
+    recipe |= {"model": {"config": {"model_type": "llama"}}, "parallel": "fsdp"} | changes
     path = folder / "big.json"
     path.write_text(json.dumps(recipe))
     return path

@@ -1,4 +1,4 @@
-"""The section `tensorflow`: the distribution strategy of TensorFlow."""
+"""The sections `horovod` and `tensorflow`, of the engines of these names."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,16 @@ def _refuse(strategy: Any) -> Any:
     if isinstance(strategy, str) and strategy in _REFUSED:
         raise ValueError(f"tensorflow.strategy={strategy} is not a strategy of echelon: {_REFUSED[strategy]}.")
     return strategy
+
+
+class HorovodConfig(Section):
+    """How Horovod sums gradients, with `engine: horovod`. Other settings are Horovod's variables, in `launch.env`."""
+
+    compression: Literal["none", "fp16"] = Field(
+        "none",
+        description="`fp16` sends and sums gradients in fp16: half the bytes, and sums that are rounded to 11 bits. "
+        "Values below 6e-8 become 0, and those above 65,504 infinite.",
+    )
 
 
 class TensorflowConfig(Section):
