@@ -19,6 +19,8 @@ Successor = str | Change
 keys: the old one is needless; None: this value is not of an earlier version. A text with spaces: why the key is
 needless."""
 
+_TABLE: Mapping[str, Mapping[str, Any]] = read_table(Path(__file__).with_name("former_keys.yaml"))
+_KINDS = {"a mapping": dict, "a whole number": int, "true or false": bool}
 _SAGEMAKER, _KUBERNETES, _POD = "launch.sagemaker", "launch.kubernetes", "launch.kubernetes.pod_patch.spec"
 
 
@@ -134,7 +136,7 @@ JOINED: dict[str, tuple[tuple[str, ...], Join]] = {
 
 
 FORMER: dict[str, Successor] = {
-    **read_table(Path(__file__).with_name("former_keys.yaml")),
+    **_TABLE["replaced"],
     "checkpoint.saves_per_epoch": lambda times: {"checkpoint.every": f"1/{times} epochs"},
     "train.evals_per_epoch": lambda times: {"train.eval_every": f"1/{times} epochs"},
     "parallel.placement": lambda name: {"parallel.order": _ORDERS.get(name, name)},
@@ -158,9 +160,9 @@ FORMER: dict[str, Successor] = {
     f"{_KUBERNETES}.labels": _of_metadata("labels"),
     f"{_KUBERNETES}.annotations": _of_metadata("annotations"),
     f"{_SAGEMAKER}.encrypt_traffic": _of_request("EnableInterContainerTrafficEncryption"),
-    f"{_SAGEMAKER}.max_attempts": lambda number: _of_request(
-        "RetryStrategy", lambda more: {"MaximumRetryAttempts": more}
-    )(number - 1),
+    f"{_SAGEMAKER}.max_attempts": lambda number: (
+        {f"{_SAGEMAKER}.patch": {"RetryStrategy": {"MaximumRetryAttempts": number - 1}}} if number > 1 else {}
+    ),
     f"{_SAGEMAKER}.profiler": _of_request("ProfilerConfig"),
     f"{_SAGEMAKER}.remote_debug": _of_request("RemoteDebugConfig", lambda value: {"EnableRemoteDebug": value}),
     "tensorflow.strategy": lambda value: {"tensorflow.strategy": "multi_worker"} if value == "single" else None,
@@ -181,6 +183,7 @@ def read_former(
     for part in reversed(path[length:]):  # an override of a part of an earlier mapping
         value = {part: value}
     name = dotted(path[:length])
+    _check(name, value, origin)
     successor = former[name]
     why = f", because {successor}" if isinstance(successor, str) and " " in successor else ""
     new = {} if why else {successor: value} if isinstance(successor, str) else _apply(successor, (value,), origin, name)
@@ -217,6 +220,15 @@ def replace_former(draft: Draft, former: Mapping[str, Successor] = FORMER) -> li
     return notes
 
 
+def _check(name: str, value: Any, origin: str) -> None:
+    """Raise ConfigError for a value that a key of an earlier version did not take."""
+    kind = _TABLE["values"].get(name)
+    taken = kind if isinstance(kind, list) else [value] if kind is None or type(value) is _KINDS[kind] else []
+    if value not in taken or (type(value) is int and value < 0):
+        words = " or ".join(taken) if isinstance(kind, list) else kind
+        raise ConfigError(f"{origin}: {name}={show_value(value)}, of an earlier version, must be {words}; correct it.")
+
+
 def _apply(change: Callable[..., Any], values: tuple[Any, ...], origin: str, name: str) -> Any:
     try:
         return change(*values)
@@ -235,6 +247,8 @@ def join_former(draft: Draft, joined: Mapping[str, tuple[tuple[str, ...], Join]]
         origin = draft.origin((*around, *list(old)[:1]))
         for name in names:
             draft.remove((*around, name))
+        for name, part in old.items():
+            _check(dotted((*around, name)), part, origin)
         if old:
             value = _apply(join, (old, draft.get(tuple(around)) or {}), origin, ", ".join(old))
             draft.set(new, value, origin)

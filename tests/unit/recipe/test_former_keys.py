@@ -21,12 +21,8 @@ FORMER = {
 }
 
 
-def make_draft(data):
-    return Draft(data, {}, "recipe.yaml")
-
-
 def test_a_renamed_key_takes_the_value_and_says_so():
-    draft = make_draft({"train": {"old": 3}})
+    draft = Draft({"train": {"old": 3}}, {}, "recipe.yaml")
     assert replace_former(draft, FORMER) == [
         "recipe.yaml: train.old: 3 is of an earlier version and is read as train.new: 3."
     ]
@@ -35,13 +31,13 @@ def test_a_renamed_key_takes_the_value_and_says_so():
 
 def test_a_key_that_became_part_of_another_is_added_to_it():
     given = {"patch": {"spec": {"nodeName": "a"}}, "tolerations": [{"key": "y"}]}
-    draft = make_draft({"launch": {"pods": given}})
+    draft = Draft({"launch": {"pods": given}}, {}, "recipe.yaml")
     assert len(replace_former(draft, FORMER)) == 1
     assert draft.data["launch"] == {"pods": {"patch": {"spec": {"nodeName": "a", "tolerations": [{"key": "y"}]}}}}
 
 
 def test_a_needless_key_is_removed_with_its_empty_section():
-    draft = make_draft({"train": {"needless": 1}, "run": {"name": "a"}})
+    draft = Draft({"train": {"needless": 1}, "run": {"name": "a"}}, {}, "recipe.yaml")
     assert replace_former(draft, FORMER) == [
         "recipe.yaml: train.needless: 1 is of an earlier version and is read as nothing; remove it."
     ]
@@ -51,10 +47,8 @@ def test_a_needless_key_is_removed_with_its_empty_section():
 def test_keys_of_sagemaker_are_parts_of_the_request():
     old = {"sdk": "a", "remote_debug": True, "profiler": {"DisableProfiler": True}, "endpoint": {"nodes": 1}}
     recipe, notes = build_recipe({**RECIPE, "launch": {"sagemaker": old}})
-    assert recipe.launch.sagemaker.patch == {
-        "ProfilerConfig": {"DisableProfiler": True},
-        "RemoteDebugConfig": {"EnableRemoteDebug": True},
-    }
+    patch = {"ProfilerConfig": {"DisableProfiler": True}, "RemoteDebugConfig": {"EnableRemoteDebug": True}}
+    assert recipe.launch.sagemaker.patch == patch
     assert (
         "recipe: launch.sagemaker.sdk: a is of an earlier version and is read as nothing, because every "
         "job is the same CreateTrainingJob request, sent by boto3; remove it."
@@ -66,7 +60,7 @@ def test_keys_of_sagemaker_are_parts_of_the_request():
 
 def test_both_spellings_are_refused():
     with pytest.raises(ConfigError, match=r"train\.old is now train\.new, which is also given"):
-        replace_former(make_draft({"train": {"old": 1, "new": 2}}), FORMER)
+        replace_former(Draft({"train": {"old": 1, "new": 2}}, {}, "recipe.yaml"), FORMER)
 
 
 def test_an_override_in_the_earlier_spelling_wins_over_the_file(monkeypatch):
@@ -167,6 +161,12 @@ def test_keys_that_became_parts_of_others_mean_what_they_meant(overrides, key, v
         ("optim={warmup_tokens: 5, warmup_fraction: 0.1}", "warmup_tokens=5 and warmup_fraction=0.1 must"),
         ("optim={warmup: 5, warmup_fraction: 0.1}", "warmup_fraction=0.1 and warmup=5 must be a number"),
         ("train.evals_per_epoch=0", "train.eval_every=1/0 epochs must be a number of steps"),
+        (
+            "train.float8_scaling=row",
+            "float8_scaling=row, of an earlier version, must be tensorwise or rowwise; correct",
+        ),
+        ("optim.schedule_unit=[1]", "optim.schedule_unit=[1], of an earlier version, must be steps or tokens"),
+        ("launch.kubernetes.ttl_seconds=-3", "ttl_seconds=-3, of an earlier version, must be a whole number"),
         ("horovod.cycle_time_ms=fast", "horovod.cycle_time_ms, of an earlier version, has a value of another kind"),
         ("launch.kubernetes={node_selector: {a: b}, pod_patch: 5}", "has a value of another kind"),
     ],

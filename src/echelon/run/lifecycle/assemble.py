@@ -27,7 +27,6 @@ from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from echelon.ground.launch_environment import LastEnd
-    from echelon.learn.answers.judging import AnswerJudge
     from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
     from echelon.recipe.document import Recipe
     from echelon.run.training.callbacks import Callback
@@ -83,7 +82,14 @@ def assemble(
     sync = restored.contents.sync
     sampler = build_sampler(learner)
     feed = learner.open_feed()
-    judge = build_judge(learner, folder, adds_memory=restored.held is None) if recipe.draws_answers else None
+    judge = None
+    if recipe.draws_answers:
+        from echelon.learn.answers.judging import AnswerJudge  # rewards may start processes and load models
+
+        judge = AnswerJudge(learner, folder.hub_path)
+        if learner.memory is not None and restored.held is None:
+            whole = learner.memory.frozen_models + judge.frozen_bytes
+            learner.memory = replace(learner.memory, frozen_models=whole)
     accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heartbeat, callbacks, sampler)
     if restored.held is not None:
         stop.agreed = restored.held.stopped_by
@@ -105,17 +111,3 @@ def assemble(
     if restored.held is not None:  # a group of replicas ended before this work was done
         trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save
     return trainer
-
-
-def build_judge(learner: Learner, folder: RunFolder, adds_memory: bool) -> "AnswerJudge":
-    """Build what judges the answers of a run. Collective.
-
-    `adds_memory`: whether the learner's predicted memory does not have the judge's models yet.
-    """
-    from echelon.learn.answers.judging import AnswerJudge  # rewards may start processes and load models
-
-    judge = AnswerJudge(learner, folder.hub_path)
-    if adds_memory and learner.memory is not None:
-        whole = learner.memory.frozen_models + judge.frozen_bytes
-        learner.memory = replace(learner.memory, frozen_models=whole)
-    return judge

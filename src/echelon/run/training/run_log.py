@@ -147,15 +147,9 @@ class Accounting:
         self._tell("on_end")
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Scope of a save: its time counts as saving, and the heartbeat does not limit it."""
-        with self.goodput.spending("saving"), self.heartbeat.resting_together():
-            yield
-
-    @contextmanager
-    def recovering(self) -> Iterator[None]:
-        """Scope of a return to a checkpoint: its time counts as recovering, and the heartbeat does not limit it."""
-        with self.goodput.spending("recovering"), self.heartbeat.resting_together():
+    def pausing(self, cause: str) -> Iterator[None]:
+        """Scope of a save or a return to a checkpoint: its time counts as `cause`, with no limit of the heartbeat."""
+        with self.goodput.spending(cause), self.heartbeat.resting_together():
             yield
 
     def event(self, name: str, **fields: Any) -> None:

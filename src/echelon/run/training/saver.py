@@ -76,7 +76,7 @@ class Saver:
     def save_and_learn(self, state: TrainState) -> None:
         """Save between two steps, and report the cost to the save interval."""
         started = time.monotonic()
-        with self._accounting.saving():
+        with self._accounting.pausing("saving"):
             self.save(state)
         stall = time.monotonic() - started
         news = self._interval.learn(state.step, stall, self.store.write_seconds or 0.0, self._everyone)
@@ -86,13 +86,13 @@ class Saver:
 
     def save_snapshot(self, state: TrainState) -> None:
         """Take a snapshot in the background."""
-        with self._accounting.saving():
+        with self._accounting.pausing("saving"):
             described = self.contents.describe(state, self._accounting.goodput)
             self.snapshots.save(state.step, self.contents.tensors(), described)
 
     def settle(self, state: TrainState) -> None:
         """Wait until the newest save is complete, retrying it if it failed: a run must end with a checkpoint."""
-        with self._accounting.saving():
+        with self._accounting.pausing("saving"):
             self._await_whole(state)
 
     def save_and_leave(self, state: TrainState, cause: str) -> NoReturn:

@@ -72,7 +72,7 @@ class Trainer:
                     self._train()
                     break
                 except BadStep as bad:
-                    with self.accounting.recovering():
+                    with self.accounting.pausing("recovering"):
                         self.state = self.recovery.recover(bad.metrics, self.state, is_own=self.loop is not None)
                         self.owes_pause = self.owes_save = False
             self.saver.settle(self.state)
