@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check slow slow-part fuzz parity parity-table model-table pictures faults losses launchers engines bench bench-engines bench-peers scaling bench-techniques oldest newest constraints gpu lint actionlint image release wheel docs site clean
+.PHONY: help demo test test-all long-tests check slow slow-part fuzz parity parity-table model-table pictures faults losses launchers engines bench bench-engines bench-peers scaling bench-techniques oldest newest constraints gpu lint actionlint image release wheel docs site clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     set up, then run echelon demo: train a small model on real text with two processes, evaluate it, sample from it"
-	@echo "make test     set up, run the tests"
+	@echo "make test     set up, run the units, and each kind of real process once (5 minutes)"
+	@echo "make test-all  set up, run all tests but the slow ones (15 minutes); make long-tests measures which ones make test leaves out"
 	@echo "make check    run all of lint, test, faults, launchers, slow, fuzz and parity, two tests at a time, and print a table; goes on after a kill; SUITES='slow faults' chooses (a day)"
 	@echo "make test-for FILE=src/echelon/learn/learner.py  the unit tests of a file, and those of the house's rules"
 	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
@@ -54,9 +55,26 @@ help:
 demo: .venv/.installed
 	$(BIN)/echelon demo
 
+# Without the tests of a long list: units remain, and each kind of real process once.
 test: .venv/.installed
-	@echo "== running the tests: units, then real processes over gloo"
+	@echo "== running the tests: units, and each kind of real process once"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder @tests/long_tests.txt
+
+test-all: .venv/.installed
+	@echo "== running all tests that are not slow: units, then real processes over gloo"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# What `make test` runs in spite of its length: the first of each kind of real process.
+KEPT := test_commands.py::test_from_text|test_local_job.py::test_(success|killed_rank_is_named)|test_json_output.py::test_a_run|test_one_rank|test_resume.py::test_five|test_learner.py::test_its_loop|test_(tensor|answers|expert_parallel).py::test_equals|test_pipeline.py::test_a_pip|test_context.py::test_divided|test_quorum_replicas.py::test_four|test_parameter_server|test_compression.py::test_losses|test_sharded_models.py::test_several|test_start_weights.py::test_a_run_gives
+LONG_SECONDS := 1
+
+long-tests: .venv/.installed
+	@echo "== measuring the tests, and writing those above $(LONG_SECONDS) s into tests/long_tests.txt"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 0 --durations-min 0.05 > .durations || true
+	awk '$$2 ~ /call|setup/ {split($$3, name, "["); sum[name[1]] += $$1} \
+	    END {for (test in sum) if (sum[test] > $(LONG_SECONDS)) print "--deselect=" test}' .durations \
+	    | grep -vE "$(KEPT)" | sort > tests/long_tests.txt
+	rm .durations
 
 .venv/.slow: .venv/.installed
 	$(INSTALL) -e '.[slow,site]'

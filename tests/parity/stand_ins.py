@@ -15,7 +15,7 @@ import torch.distributed as dist
 from echelon.ground.errors import EchelonError
 from echelon.ground.stop_request import STOP_SIGNALS, StopRequest
 from echelon.learn.distributed.runtime import Runtime
-from echelon.learn.engines import Finding, Rehearsal
+from echelon.learn.engines import NonFinite, Rehearsal
 from echelon.learn.objectives.objective import StepSums
 from echelon.learn.sync.every_step import EveryStep
 from echelon.recipe.engines import ENGINES, EngineRow
@@ -92,7 +92,7 @@ class Bigram:
         self.forward_backward(step, [microbatch], num_targets, objective)
         is_finite = bool(self._gradient.isfinite().all())
         self._gradient.zero_()
-        return None if is_finite else Finding(3, 0, "the table")
+        return None if is_finite else NonFinite(3, 0, "the table")
 
     def evaluation(self, objective):
         return nullcontext(self)

@@ -17,7 +17,6 @@ from traffic import count_sent_bytes, read_sent_bytes
 pytestmark = pytest.mark.dist
 
 METHODS = list(ORACLES)
-WITH_MEMORY = ["powersgd", "topk", "randomk", "sign"]
 STEPS = 20
 
 

@@ -161,7 +161,8 @@ def test_a_full_disk_does_not_end_the_process():
 
 
 def commands(group, name="echelon"):
-    for each, command in group.commands.items():
+    for each in group.commands:
+        command = group.get_command(None, each)
         yield from (
             commands(command, f"{name} {each}") if hasattr(command, "commands") else [(f"{name} {each}", command)]
         )

@@ -11,7 +11,6 @@ from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
 from tests.unit.launch.sagemaker.sagemaker_jobs import RECIPE, make_job
 
-OWN_IMAGE = "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"
 P4D = "launch.sagemaker.instance_type=ml.p4d.24xlarge"
 
 

@@ -36,7 +36,6 @@ from tests.unit.recipe_samples import load_text
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sagemaker"
 ECR = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
-ROLE = "arn:aws:iam::111122223333:role/train"
 MLFLOW = "arn:aws:sagemaker:us-west-2:111122223333:mlflow-tracking-server/ours"
 
 CASES = {
