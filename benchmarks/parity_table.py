@@ -90,7 +90,7 @@ def _render_coverage(measured: list[Measured]) -> list[str]:
     (_, product, whole), (_, pairs, all_pairs), (_, others, all_others) = counts
     lines = [
         f"Measured: {product:,} of the {whole:,} rows of the product of all options ({pairs} of the {all_pairs} that "
-        f"`make test` runs), and {others} of the {all_others} rows of other optimizers and precisions.",
+        f"`make test-all` runs), and {others} of the {all_others} rows of other optimizers and precisions.",
         f"{sum(each.equal for each in measured):,} of these {len(measured):,} rows are within their bounds, with the "
         "same batches and evaluations.",
     ]
