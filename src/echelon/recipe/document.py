@@ -491,20 +491,13 @@ def find_refused(recipe: Section, engine: str) -> Iterator[str]:
                 f"remove {name}."
             )
     for limit in ENGINES[engine].limits if engine in ENGINES else ():
-        found, value = _find_value(recipe, limit.key)
-        if found and (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
+        try:
+            value = attrgetter(limit.key)(recipe)
+        except AttributeError:  # `parallel` is a name
+            continue
+        if (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
             possible = " or ".join(show_value(one) for one in limit.values)
             yield (
                 f"{limit.key}={show_value(value)}: engine={engine} {limit.why}; use {limit.key}={possible}, or "
                 f"engine={NATIVE}."
             )
-
-
-def _find_value(recipe: Section, key: str) -> tuple[bool, Any]:
-    """Whether the recipe has a key, and its value."""
-    value: Any = recipe
-    for part in key.split("."):
-        if not isinstance(value, Section):
-            return False, None
-        value = getattr(value, part)
-    return True, value
