@@ -87,7 +87,7 @@ COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: count_files(ECHELON), 612, 0),
     "lines": (lambda: count_lines(ECHELON), 96_940, 250),
     "raises with a text": (lambda: count_raises(ECHELON), 1_379, 5),
-    "vague names of variables": (lambda: count_vague_names(ECHELON), 280, 0),
+    "vague names of variables": (lambda: count_vague_names(ECHELON), 279, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 20, 0),
     "recipe keys": (lambda: count_keys(Recipe), 290, 0),

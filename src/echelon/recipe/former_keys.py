@@ -67,6 +67,8 @@ def _join_warmup(old: Mapping[str, Any], optim: Mapping[str, Any]) -> Any:
 
 _DATA_AXES = ["dp_replicate", "dp_shard", "cp"]
 _ORDERS = {"cluster": [*_DATA_AXES, "pp", "tp"], "spread": ["tp", "pp", *_DATA_AXES]}
+_AHEAD = "activation_loading_horizon"
+_CLIPS = ("clip_low", "clip_high")
 _SKIPS = {"uniform": "skip_uniform_groups", "truncated": "skip_truncated"}
 _ROWWISE = {("fp8", "rowwise"): "fp8_rowwise"}
 _SBATCH = {"partition": "partition", "cpus_per_task": "cpus-per-task", "memory": "mem"}
@@ -95,6 +97,11 @@ def _join_job(old: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     return _merge({"spec": {"runPolicy": spec} if is_policy else spec}, settings.get("patch") or {})
 
 
+def _join_address(old: Mapping[str, Any], prometheus: Mapping[str, Any]) -> Any:
+    host, _, port = prometheus.get("address", "127.0.0.1:auto").rpartition(":")
+    return f"{old.get('host', host)}:{old.get('port', port)}"
+
+
 def _merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """Both mappings; where both have a value, that of `patch`."""
     both = {key: _merge(base[key], patch[key]) for key in base if isinstance(base[key], dict) and key in patch}
@@ -113,27 +120,29 @@ JOINED: dict[str, tuple[tuple[str, ...], Join]] = {
         lambda old, train: _ROWWISE.get((train.get("precision"), *old.values()), train.get("precision", "auto")),
     ),
     "train.activation_offloading": (  # 0 layers ahead took the memory of 1
-        ("activation_loading_horizon",),
-        lambda old, train: bool(train.get("activation_offloading")) and (old["activation_loading_horizon"] or True),
+        (_AHEAD,),
+        lambda old, train: old[_AHEAD] or True if (on := train.get("activation_offloading", False)) is True else on,
     ),
     "rollout.skip": (
         tuple(_SKIPS.values()),
         lambda old, rollout: [name for name, key in _SKIPS.items() if old.get(key, name in rollout.get("skip", ()))],
     ),
-    "objective.clip": (("clip_low", "clip_high"), lambda old, _: [old.get("clip_low", 0.2), old.get("clip_high", 0.2)]),
+    "objective.clip": (
+        _CLIPS,
+        lambda old, new: [old.get(key, clip) for key, clip in zip(_CLIPS, new.get("clip", (0.2, 0.2)), strict=True)],
+    ),
     "launch.slurm.options": (
         tuple(_SBATCH),
         lambda old, slurm: {_SBATCH[name]: value for name, value in old.items()} | slurm.get("options", {}),
     ),
     "launch.torchrun.ssh_options": (("user",), lambda old, ssh: [*ssh.get("ssh_options", ()), "-l", old["user"]]),
     "mlflow.log_model": (("register_model",), lambda old, _: old["register_model"]),
-    "prometheus.address": (
-        ("host", "port"),
-        lambda old, _: f"{old.get('host', '127.0.0.1')}:{old.get('port', 'auto')}",
-    ),
+    "prometheus.address": (("host", "port"), _join_address),
 }
 """The keys that several of earlier versions became, in the same section."""
 
+REPLACED = {key: JOINED[key][0] for key in ("optim.warmup", "objective.clip", "prometheus.address", "rollout.skip")}
+"""The earlier keys of those that are new themselves: an override of such a key takes their place."""
 
 FORMER: dict[str, Successor] = {
     **_TABLE["replaced"],
@@ -157,8 +166,7 @@ FORMER: dict[str, Successor] = {
         f"{_POD}.hostNetwork": value or None,
         f"{_POD}.dnsPolicy": "ClusterFirstWithHostNet" if value else None,
     },
-    f"{_KUBERNETES}.labels": _of_metadata("labels"),
-    f"{_KUBERNETES}.annotations": _of_metadata("annotations"),
+    **{f"{_KUBERNETES}.{name}": _of_metadata(name) for name in ("labels", "annotations")},
     f"{_SAGEMAKER}.encrypt_traffic": _of_request("EnableInterContainerTrafficEncryption"),
     f"{_SAGEMAKER}.max_attempts": lambda number: (
         {f"{_SAGEMAKER}.patch": {"RetryStrategy": {"MaximumRetryAttempts": number - 1}}} if number > 1 else {}

@@ -12,7 +12,7 @@ from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.former_keys import join_former, read_former, replace_former
+from echelon.recipe.former_keys import REPLACED, join_former, read_former, replace_former
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.names import DIALECTS
@@ -159,8 +159,8 @@ def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> lis
 
 def _alternatives(path: KeyPath) -> list[KeyPath]:
     groups = [group for group in EXCLUSIVE_KEYS if path[:2] in group]
-    unit: list[KeyPath] = [("optim", "schedule_unit")] if path == ("optim", "warmup") else []
-    return [other for group in groups for other in group if other != path[:2]] + unit
+    earlier: list[KeyPath] = [(path[0], name) for name in REPLACED.get(dotted(path[:2]), ())]
+    return [other for group in groups for other in group if other != path[:2]] + earlier
 
 
 def _refuse_unknown_keys(draft: Draft) -> None:

@@ -67,8 +67,7 @@ def find_fault(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> s
 def find_warmup(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> int:
     """Return the length of the warm-up for a run of this length, in `config.schedule_unit`.
 
-    A share is rounded up, as in `transformers` (`TrainingArguments.get_warmup_steps`), but in decimal arithmetic:
-    0.07 of 100 steps are 7, while binary floating point gives 7.000000000000001, rounded up to 8.
+    A share is rounded up in decimal arithmetic: 0.07 of 100 are 7, and not the 8 of binary floating point.
     """
     return config.warmup_of(_place(config, batches)(num_steps))
 
