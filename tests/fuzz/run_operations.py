@@ -30,13 +30,13 @@ from echelon.run.lifecycle.assemble import assemble
 from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.setup import PreparedRun, prepare_run
 from echelon.run.report.comparison import build_comparison
-from echelon.run.report.live import read_live, shorten
 from echelon.run.report.page import render_page
 from echelon.run.report.plain import render_text
 from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report
+from echelon.run.report.server import read_live, shorten
 from echelon.run.supervise.succession import Claim
-from echelon.tools.inference.held_out import open_held_out
+from echelon.tools.inference.evaluate import open_held_out
 from tests.fuzz.stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
 from tests.fuzz.touched import State, note_use
 from tests.log_lines import LogLines

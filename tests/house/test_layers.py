@@ -20,7 +20,7 @@ MAX_PARTS = 20
 MAX_SHARED_NAMES = 6
 VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
 # What launchers tell a process: a run's operation reads it, and hands a rank what it needs.
-OF_LAUNCHERS = {f"ground.{name}" for name in ("launch_environment", "hosts", "nodelist", "openmpi", "horovodrun")}
+OF_LAUNCHERS = {f"ground.{name}" for name in ("launch_environment", "hosts", "foreign_launchers")}
 
 
 def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.tools.inference import evaluate, held_out
+from echelon.tools.inference import evaluate
 from tests.parity.packed import PackedPool, pack
 from tests.parity.training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
@@ -200,8 +200,8 @@ def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypa
     whole = {"evaluate": {"batches": 100}}
     row = Row(adapter=adapter, changes=CHANGES[samples] | whole)
     rows = train(PackedPool(workers, samples), row, tmp_path, text, steps=2)
-    opened = held_out.open_prepared
-    monkeypatch.setattr(held_out, "open_prepared", lambda *args: pack(opened(*args), samples))
+    opened = evaluate.open_prepared
+    monkeypatch.setattr(evaluate, "open_prepared", lambda *args: pack(opened(*args), samples))
     found = evaluate.evaluate_model(tmp_path / "run")
     for key in ("loss", "reward_accuracy", "reward_margin", "pairs" if samples == "pairs" else "answers"):
         assert found[key] == pytest.approx(rows[-1][key], rel=1e-4, abs=1e-5), key

@@ -15,10 +15,9 @@ from echelon.learn.model.adapters import merged_weight
 from echelon.learn.model.sharding import local_part
 from echelon.learn.opened import OpenedModel, open_model
 from echelon.planner.plan import ParallelPlan
-from echelon.tools.inference.evaluate import evaluate_model
+from echelon.tools.inference.evaluate import evaluate_model, evaluate_task
 from echelon.tools.inference.generate import generate_samples
 from echelon.tools.inference.merge import compare_merged, merge_run
-from echelon.tools.inference.tasks import evaluate_task
 from tests.families import load_run_model
 from tests.parity.test_evaluation import PROMPTS, train
 from tests.parity.training import Row

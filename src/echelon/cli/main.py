@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from echelon.cli.commands.checkpoint import HELP as CHECKPOINT_HELP
 from echelon.cli.commands.checkpoint import app as checkpoint_app
-from echelon.cli.commands.failure import UsageError, report_failure, report_usage, wants_json
 from echelon.cli.commands.options import (
     JsonErrorsOption,
     QuietOption,
@@ -24,7 +23,7 @@ from echelon.cli.commands.options import (
     read_docstring,
     set_verbosity,
 )
-from echelon.cli.commands.terminal import show
+from echelon.cli.commands.terminal import UsageError, report_failure, report_usage, show, wants_json
 from echelon.ground.errors import (
     EchelonError,
     explain_storage_error,
@@ -49,7 +48,7 @@ FORMER = {
 
 COMMANDS = {
     "train": "train", "data": "data", "plan": "plan", "eval": "evaluate", "generate": "generate", "export": "export",
-    "launch": "launch", "runs": "jobs:runs", "status": "jobs:status", "logs": "jobs:logs", "cancel": "jobs:cancel",
+    "launch": "jobs:launch", "runs": "jobs:runs", "status": "jobs:status", "logs": "jobs:logs", "cancel": "jobs:cancel",
     "report": "report", "sweep": "sweep", "drill": "drill", "doctor": "doctor", "import": "import_recipe",
     "init": "init", "demo": "demo",
 }  # fmt: skip

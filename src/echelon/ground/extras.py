@@ -37,7 +37,7 @@ def pip_command(extra: str) -> str:
     return f"pip install {' '.join(map(shlex.quote, EXTRAS[extra]))}"
 
 
-def find_absent(extra: str) -> str | None:
+def find_missing_package(extra: str) -> str | None:
     """The first module of an extra that is not installed; None if all are."""
     return next((module for module in _MODULES.get(extra, (extra,)) if not is_installed(module)), None)
 
@@ -52,7 +52,7 @@ def missing_package(asked: str, package: str, extra: str, otherwise: str = "") -
 
 def require_extra(asked: str, extra: str, otherwise: str = "") -> None:
     """Raise the error of `missing_package` for the first module of an extra that is not installed."""
-    if (package := find_absent(extra)) is not None:
+    if (package := find_missing_package(extra)) is not None:
         raise missing_package(asked, package, extra, otherwise)
 
 

@@ -18,12 +18,16 @@ from typing import Literal, NoReturn, TextIO
 
 from typing_extensions import override
 
-from echelon.ground import horovodrun, openmpi
 from echelon.ground.cores import num_cores
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.foreign_launchers import (
+    expand_nodelist,
+    in_number_order,
+    read_horovodrun_rendezvous,
+    read_mpirun_rendezvous,
+)
 from echelon.ground.hosts import HostGroup, find_interface, find_own_address, parse_group
 from echelon.ground.logs import LEVELS, PLAIN, Look
-from echelon.ground.nodelist import expand_nodelist, in_number_order
 from echelon.ground.variables import (
     CUBLAS_WORKSPACES,
     HUB_PLACES,
@@ -176,9 +180,9 @@ def find_rendezvous() -> Rendezvous | None:
     if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
         return None
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
-        set_default_variables(openmpi.read_rendezvous(os.environ))
+        set_default_variables(read_mpirun_rendezvous(os.environ))
     elif "RANK" not in os.environ and "HOROVOD_RANK" in os.environ:
-        set_default_variables(horovodrun.read_rendezvous(os.environ))
+        set_default_variables(read_horovodrun_rendezvous(os.environ))
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(key):
             raise LaunchError(

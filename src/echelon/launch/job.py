@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from echelon.ground.errors import ConfigError
 from echelon.learn.benchmarks.task_files import is_question_file, is_task_file
 from echelon.recipe.document import Recipe
 from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.names import LAUNCHERS
 from echelon.recipe.section import Section
 
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
@@ -234,3 +236,12 @@ class ArrayLauncher(Launcher, Protocol):
 
         Raises ConfigError like `check` and `render_array`, and LaunchError if the target refuses the jobs.
         """
+
+
+def find_launcher(target: str) -> Launcher:
+    """The launcher of this target. Raises ConfigError if no package registers it, or it is of another kind."""
+    plugin = LAUNCHERS[target]
+    if Launcher not in getattr(plugin, "__mro__", ()):
+        raise ConfigError(f"launch.to={target}: {plugin} is not a class derived from echelon.launch.job.Launcher.")
+    launcher: Launcher = plugin()
+    return launcher

@@ -16,8 +16,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_as, read_json, write_json, write_text
 from echelon.ground.variables import find_cache_dir
-from echelon.launch.job import NAME, JobRecord, JobSpec, Launcher, Submitted
-from echelon.launch.targets import find_launcher
+from echelon.launch.job import NAME, JobRecord, JobSpec, Launcher, Submitted, find_launcher
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.overview import RUNS, find_newest_runs

@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 from typer.main import get_command
 
-from echelon.cli.commands.failure import render_failure
+from echelon.cli.commands.terminal import render_failure
 from echelon.cli.main import COMMANDS, app, main
 from echelon.ground.errors import LaunchError
 from tests.unit.recipe_samples import SMALL

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from echelon.foreign.smp import map_smp
-from echelon.foreign.smp_degrees import PARALLEL_KEYS
+from echelon.foreign.smp import PARALLEL_KEYS, map_smp
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.learn.distributed.mesh import Grid
 from echelon.planner.choose import resolve_plan

@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.nodelist import expand_nodelist
+from echelon.ground.foreign_launchers import expand_nodelist
 
 
 @pytest.mark.parametrize(

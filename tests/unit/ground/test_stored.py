@@ -20,8 +20,8 @@ from echelon.learn.data.tokenizer import load_tokenizer
 from echelon.learn.model.build import load_config
 from echelon.recipe.load import load_recipe
 from echelon.recipe.render import render_recipe
-from echelon.run.folder.bundle import unpack_bundle, write_bundle
 from echelon.run.folder.open_run import open_run
+from echelon.run.folder.remote import unpack_bundle, write_bundle
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import write_recipe
 from tests.fuzz.judge import run_in_little_memory
@@ -145,7 +145,7 @@ def test_a_command_without_memory_ends_with_a_message(tmp_path):
     (path / "metrics.jsonl").write_bytes(b'{"kind": "train", "step": 1, "x": [' + b"[]," * 2**21 + b"0]}\n")
     code = """
 from echelon.cli.main import main
-import echelon.run.folder.overview, echelon.launch.records, echelon.launch.targets, echelon.recipe
+import echelon.run.folder.overview, echelon.launch.records, echelon.launch.job, echelon.recipe
 def work(arguments):
     sys.argv = ["echelon", "status", *arguments]
     main()
@@ -168,7 +168,7 @@ def test_an_archive_of_a_run_is_unpacked_within_limits(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot read the run's files in this archive"):
         unpack_bundle(archive, folder)
     archive.write_bytes(whole)
-    monkeypatch.setattr("echelon.run.folder.bundle.MAX_ROWS_BYTES", 2000)
+    monkeypatch.setattr("echelon.run.folder.remote.MAX_ROWS_BYTES", 2000)
     with pytest.raises(CheckpointError, match=r"it unpacks to [\d.]+ KiB, more than 1.95 KiB"):
         unpack_bundle(archive, folder)
 

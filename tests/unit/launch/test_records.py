@@ -8,9 +8,8 @@ import pytest
 
 from echelon.cli.commands.jobs import cancel, logs, status
 from echelon.ground.errors import ConfigError
-from echelon.launch.job import Submitted
+from echelon.launch.job import Submitted, find_launcher
 from echelon.launch.records import JOBS, find_job, list_jobs, record_job
-from echelon.launch.targets import find_launcher
 from echelon.recipe.names import LAUNCHERS
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from echelon.launch.records import make_job
-from echelon.launch.slurm_files import list_local_files, render_needed
+from echelon.launch.slurm import list_local_files, render_needed
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
 

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.learn.evaluation import EvalResult, EvalResults, build_result
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.run.journal.console import render_evaluation
+from echelon.run.journal.journal import render_evaluation
 
 NOTHING = EvalResult(None, 0, 2.0, "target_tokens", 0, {"kl": None})
 

@@ -107,11 +107,11 @@ def evaluate(
     check_texts(data, tasks)
     path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
     if tasks is not None:
-        from echelon.tools.inference.tasks import evaluate_task
+        from echelon.tools.inference.evaluate import evaluate_task
 
         return evaluate_task(path, Path(tasks), which, team)
     if names:
-        from echelon.tools.inference.tasks import evaluate_with_harness
+        from echelon.tools.inference.evaluate import evaluate_with_harness
 
         include = None if include_path is None else Path(include_path)
         return evaluate_with_harness(path, names, include, limit, which, team)
@@ -172,8 +172,7 @@ def generate(
         raise ConfigError(f"num_samples={num_samples} requires a list of prompts; use prompts=[prompt].")
     path, which = find_target(target, checkpoint), None if checkpoint is None else str(checkpoint)
     from echelon.learn.answers.sampling import Sampling
-    from echelon.tools.inference.chat import Chat
-    from echelon.tools.inference.generate import generate_samples
+    from echelon.tools.inference.generate import Chat, generate_samples
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)

@@ -1,4 +1,5 @@
-"""Arguments and options shared by several commands, and their parsing."""
+"""Arguments and options shared by several commands, their parsing, and the processes of a command that needs a
+model."""
 
 import json
 import logging
@@ -11,6 +12,14 @@ from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from echelon.cli.commands.terminal import report_failure
+
+if TYPE_CHECKING:
+    from echelon.learn.distributed.runtime import Runtime as Team
 
 logger = logging.getLogger(__name__)
 
@@ -64,3 +73,33 @@ def parse_hosts(text: str) -> str:
     if not names:
         raise ConfigError(f"--hosts {text!r} has no host; write it like --hosts a,b.")
     return f"launch.torchrun.hosts={json.dumps(names)}"
+
+
+def run_with_model(target: Path, num_processes: int | None, work: Callable[["Team | None"], None]) -> None:
+    """Run the work in this process, or the same command in several. Only the first of them prints.
+
+    Under torchrun, mpirun or srun this process is one of several.
+
+    Args:
+        num_processes: the result of `parse_nproc`; None: one, or one per GPU if the model does not fit on one.
+        work: gets the processes that share the model; None for this one alone.
+    """
+    from echelon.ground.launch_environment import launch_role
+
+    if launch_role() == "worker":
+        from echelon.tools.inference.ranks import run_as_rank
+
+        run_as_rank(work)
+    if num_processes == 1:
+        return work(None)
+    from echelon.tools.inference.ranks import choose_num_processes, start_ranks
+
+    count = choose_num_processes(target) if num_processes is None else num_processes
+    if count == 1:
+        return work(None)
+    outcome = start_ranks(sys.argv[1:], count)
+    if outcome.message:
+        report_failure(outcome.message, outcome.code)
+    if outcome.code:
+        raise typer.Exit(outcome.code)
+    return None

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.commands.arguments import JsonOption, parse_hosts
-from echelon.cli.commands.failure import report_failure
-from echelon.cli.commands.terminal import show
+from echelon.cli.commands.terminal import report_failure, show
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from echelon.cli.commands.arguments import (
     parse_nproc,
     read_recipe,
 )
-from echelon.cli.commands.failure import report_failure
-from echelon.cli.commands.terminal import show
+from echelon.cli.commands.terminal import report_failure, show
 from echelon.ground.stop_request import STOP_SIGNALS, handled
 
 if TYPE_CHECKING:

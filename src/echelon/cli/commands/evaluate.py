@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc
+from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc, run_with_model
 from echelon.cli.commands.options import OptionsOf
-from echelon.cli.commands.sharded import run_with_model
 from echelon.cli.commands.terminal import log_to_stderr, show
 
 if TYPE_CHECKING:

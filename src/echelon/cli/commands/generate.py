@@ -1,4 +1,4 @@
-"""`echelon generate`: sample from a run or an HF folder, or talk to it."""
+"""`echelon generate`: sample from a run or an HF folder, or talk to it: on a terminal, or by messages from a pipe."""
 
 import os
 import sys
@@ -12,19 +12,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc
-from echelon.cli.commands.interactive import converse
+from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc, run_with_model
 from echelon.cli.commands.options import OptionsOf
-from echelon.cli.commands.sharded import run_with_model
 from echelon.cli.commands.terminal import log_to_stderr, show, show_made, show_piece
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.learn.distributed.runtime import Runtime as Team
     from echelon.tools.inference.generate import Sample
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from echelon.cli.commands.terminal import complain
+
+if TYPE_CHECKING:
+    from echelon.learn.answers.sampling import Sampling
+    from echelon.tools.inference.dialogue import Dialogue
 
 # Characters of a prompt in the header of its samples.
 _HEADER_WIDTH = 60
+HELP = (
+    "/reset forgets the conversation, /system TEXT also sets the system message, /quit or Ctrl-D ends; "
+    "Ctrl-C stops an answer."
+)
 
 
 def generate(
@@ -56,8 +67,7 @@ def generate(
     records = _read_records(prompt, prompts, bool(as_chat))
     find_target(target, checkpoint)
     from echelon.learn.answers.sampling import Sampling
-    from echelon.tools.inference.chat import Chat
-    from echelon.tools.inference.generate import generate_samples
+    from echelon.tools.inference.generate import Chat, generate_samples
 
     batch_size = options.pop("batch_size", 8)
     sampling = Sampling(**options | {"stop": tuple(options.get("stop", ()))})
@@ -111,7 +121,7 @@ def _check_conversation(out: Path | None, num_samples: int, num_processes: int |
 
 def _read_records(prompt: str | None, path: Path | None, as_chat: bool) -> list[dict[str, Any]]:
     """The records of the prompts: one for `--prompt`, or those of a file; none for a conversation."""
-    from echelon.tools.inference.prompts import read_prompts
+    from echelon.tools.inference.generate import read_prompts
 
     if path is not None and prompt is None:
         return read_prompts(path)
@@ -141,3 +151,94 @@ def _write_samples(
                     lines.flush()
     if out is not None:
         show(f"generate: {len(records) * num_samples} samples in {out}")
+
+
+def converse(target: Path, sampling: "Sampling", system: str | None, checkpoint: str | None, as_json: bool) -> None:
+    """Answer messages from a terminal, or from a pipe or file as stdin, until they end.
+
+    Raises ConfigError if the model has no chat template, and on a pipe for a message that cannot be answered.
+    """
+    from echelon.tools.inference.dialogue import Dialogue
+
+    dialogue = Dialogue(target, sampling, system, checkpoint)
+    if not as_json and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        _talk(dialogue)
+    else:
+        _answer_lines(dialogue, as_json)
+
+
+def _talk(dialogue: "Dialogue") -> None:
+    """Answer the messages typed on a terminal, token by token, until /quit, Ctrl-D, or Ctrl-C between two answers."""
+    show(HELP)
+    for message in _messages(_typed_lines()):
+        try:
+            if not _obey(dialogue, message):
+                dialogue.ask(message, show_piece)
+                show("")
+        except KeyboardInterrupt:
+            show("")
+        except ConfigError as error:
+            complain(str(error))
+
+
+def _answer_lines(dialogue: "Dialogue", as_json: bool) -> None:
+    """Answer each line of stdin by one line: JSON, or the text with line breaks as `\\n`.
+
+    Raises ConfigError for a message that cannot be answered, an unknown command, or no message at all.
+    """
+    from echelon.tools.inference.generate import render_sample
+
+    is_empty = True
+    for message in _messages(_piped_lines()):
+        is_empty = False
+        if not _obey(dialogue, message):
+            answer = dialogue.ask(message)
+            show_made(render_sample({"prompt": message}, answer) if as_json else answer.text.replace("\n", "\\n"))
+    if is_empty:
+        raise ConfigError("--chat: stdin contains no message; write one per line, or give --prompt or --prompts.")
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines typed on the terminal until Ctrl-D or Ctrl-C."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() then edits lines and recalls earlier ones
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            show("")
+            return
+        except UnicodeDecodeError as error:
+            complain(f"{error}; write UTF-8.")
+            continue
+        yield line
+
+
+def _piped_lines() -> Iterator[str]:
+    try:
+        yield from sys.stdin or ()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat: stdin cannot be read: {error}; write UTF-8.") from error
+
+
+def _messages(lines: Iterator[str]) -> Iterator[str]:
+    """Yield the lines that are not empty, until /quit."""
+    for line in lines:
+        if line.strip() == "/quit":
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _obey(dialogue: "Dialogue", line: str) -> bool:
+    """Execute a line that is a command, such as `/reset`; return whether it was one. Raises ConfigError."""
+    if (words := re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*?))?\s*", line)) is None:
+        return False
+    match words[1], words[2]:
+        case "/reset", None:
+            dialogue.reset()
+        case "/system", str(text):
+            dialogue.reset(text)
+        case _:
+            raise ConfigError(f"{line.strip()!r} is not a command. {HELP}")
+    return True

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
-from echelon.cli.commands.failure import wants_json
-from echelon.cli.commands.terminal import log_to_stderr
+from echelon.cli.commands.terminal import log_to_stderr, wants_json
 from echelon.ground.errors import ConfigError
 from echelon.ground.logs import log_to_console
 

@@ -67,7 +67,7 @@ def plan(
     if dry_run and accept is None:
         raise ConfigError("--dry-run shows what --accept N would submit; add --accept N, or remove --dry-run.")
     if accept is not None:
-        from echelon.cli.commands.launch import launch
+        from echelon.cli.commands.jobs import launch
 
         chosen = _quote(recipe, options).accepted(accept)
         return launch(recipe_path, [*(overrides or []), *chosen], dry_run=dry_run, as_json=as_json)

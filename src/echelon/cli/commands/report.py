@@ -67,9 +67,8 @@ def report(
 def _follow(run: str, web: bool, port: int) -> None:
     """Show the state of a run until it ends, in the terminal or to browsers."""
     from echelon.run.folder.overview import require_run
-    from echelon.run.report.live import follow, shorten
     from echelon.run.report.plain import render_text
-    from echelon.run.report.server import LiveServer
+    from echelon.run.report.server import LiveServer, follow, shorten
 
     path = require_run(run)
     with suppress(KeyboardInterrupt):

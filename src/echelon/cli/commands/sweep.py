@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.commands.failure import report_failure
-from echelon.cli.commands.terminal import show
+from echelon.cli.commands.terminal import report_failure, show
 
 if TYPE_CHECKING:
-    from echelon.tools.sweep.conductor import StopWord
+    from echelon.tools.sweep.conduct import StopWord
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,7 @@ def sweep(
     from echelon.launch.job_checks import check_job
     from echelon.run.supervise.outcome import STOPPED
     from echelon.tools.sweep.conduct import (
+        StopWord,
         check_sweep,
         describe_sweep,
         first_job,
@@ -45,7 +45,6 @@ def sweep(
         run_sweep,
         share_slots,
     )
-    from echelon.tools.sweep.conductor import StopWord
 
     checked = check_sweep(sweep_path, to)
     slots = share_slots(checked)

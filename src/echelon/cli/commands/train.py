@@ -19,8 +19,7 @@ from echelon.cli.commands.arguments import (
     parse_nproc,
     read_recipe,
 )
-from echelon.cli.commands.failure import report_failure
-from echelon.cli.commands.terminal import show, stdout_kept_for_result
+from echelon.cli.commands.terminal import report_failure, show, stdout_kept_for_result
 from echelon.ground.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.ground.logs import keep_console
 from echelon.ground.stop_request import BEFORE_TRAINING, STOP_SIGNALS, stops_told

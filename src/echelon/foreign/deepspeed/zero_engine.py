@@ -13,12 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
-from echelon.foreign.deepspeed.flat_optimizer import build_flat_optimizer, build_state, count_steps, set_steps
 from echelon.foreign.deepspeed.partitions import (
     GradientPartitions,
     ParameterPartitions,
     Partitions,
     WholeCopies,
+    build_flat_optimizer,
+    build_state,
+    count_steps,
+    set_steps,
 )
 from echelon.ground.errors import ConfigError
 from echelon.ground.launch_environment import find_place

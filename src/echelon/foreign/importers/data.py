@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.foreign.importers.axolotl_data import read_axolotl
-from echelon.foreign.importers.defaults import Defaults, Trainer, put_default
 from echelon.foreign.importers.factory_data import read_factory, read_factory_v1
 from echelon.foreign.importers.hf_data import read_hf
-from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.ledger import Defaults, Ledger, Trainer, put_default
 from echelon.foreign.importers.sources import Read
 from echelon.foreign.importers.swift import read_swift
 from echelon.recipe.aliases import spellings

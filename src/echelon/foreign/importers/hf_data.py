@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from echelon.foreign.importers.defaults import Trainer
-from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.ledger import Ledger, Trainer
 from echelon.foreign.importers.sources import Read, build_source, is_hub_id, put_split
 from echelon.foreign.importers.wording import Wording
 from echelon.recipe.inputs import is_template

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from echelon.foreign.importers.defaults import Defaults, put_default
-from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.ledger import Defaults, Ledger, put_default
 from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.yaml_text import show_value
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from echelon.foreign.importers.defaults import Defaults, put_default
-from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.ledger import Defaults, Ledger, put_default
 from echelon.foreign.importers.source_file import PLUGINS, TABLE, find_beside
 from echelon.ground.stored import read_json
 from echelon.recipe.aliases import read_value

@@ -4,8 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.foreign.importers.defaults import Defaults
-from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.ledger import Defaults, Ledger
 from echelon.foreign.importers.sources import FILE_SUFFIXES, Read, build_source
 from echelon.foreign.importers.wording import Wording
 from echelon.recipe.yaml_text import show_value

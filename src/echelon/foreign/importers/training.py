@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from echelon.foreign.importers.defaults import Defaults, put_default
-from echelon.foreign.importers.ledger import Ledger
+from echelon.foreign.importers.ledger import Defaults, Ledger, put_default
 from echelon.foreign.importers.source_file import TABLE
 from echelon.ground.errors import ConfigError
 from echelon.recipe.aliases import read_value, spellings

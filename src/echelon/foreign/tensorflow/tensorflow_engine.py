@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from echelon.foreign.tensorflow.llama import Array, Decoder, find_arguments
-from echelon.foreign.tensorflow.passes import TensorflowEvaluation
 from echelon.foreign.tensorflow.placement import Library, Placement, build_placement, import_tensorflow
-from echelon.foreign.tensorflow.steps import GRADIENTS, MOMENTS, WEIGHTS, Steps
+from echelon.foreign.tensorflow.steps import GRADIENTS, MOMENTS, WEIGHTS, Steps, TensorflowEvaluation
 from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoint.adapter_folder import AdapterContent
 from echelon.learn.checkpoint.first_weights import open_weights

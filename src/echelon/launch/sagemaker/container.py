@@ -23,9 +23,9 @@ from typing import Any
 
 from echelon.ground.checksums import MANIFEST, list_files
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.ground.foreign_launchers import in_number_order
 from echelon.ground.launch_environment import find_log_level, restart_with_libraries
 from echelon.ground.logs import log_to_console
-from echelon.ground.nodelist import in_number_order
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stop_request import STOP_SIGNALS
 from echelon.ground.variables import HUB_PLACES, asked_environment, read_environment, set_default_variables

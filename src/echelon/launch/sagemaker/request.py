@@ -38,7 +38,7 @@ _NUMBER = "(-?[0-9]+(?:[.][0-9]+)?(?:e[+-]?[0-9]+)?)"
 _STEP = "step +[0-9]+/[0-9]+ .*"
 _EVALUATION = "eval at step [0-9]+: .*"
 
-# Regular expressions for the lines of run/journal/console.py. An unknown value is a dash there and gives no point.
+# Regular expressions for the lines of run/journal/journal.py. An unknown value is a dash there and gives no point.
 METRICS: tuple[tuple[str, str], ...] = (
     ("train:step", "step +([0-9]+)/[0-9]+ +loss "),
     ("train:loss", f"{_STEP} loss {_NUMBER}"),

@@ -20,8 +20,16 @@ from echelon.recipe.difference import blocking_differences
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe, parse_recipe
 from echelon.recipe.render import render_recipe
-from echelon.run.folder.bundle import unpack_bundle
-from echelon.run.folder.remote import BUNDLE, OWNER, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
+from echelon.run.folder.remote import (
+    BUNDLE,
+    OWNER,
+    Owner,
+    RemoteCheckpoint,
+    RemoteRuns,
+    read_run_name,
+    unpack_bundle,
+    write_run_name,
+)
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader
 

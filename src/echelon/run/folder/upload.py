@@ -15,8 +15,7 @@ from echelon.ground.errors import CheckpointError, EchelonError
 from echelon.ground.object_store import ObjectStore, describe_failure
 from echelon.ground.stored import read_text
 from echelon.learn.checkpoint.folder import Checkpoint
-from echelon.run.folder.bundle import write_bundle
-from echelon.run.folder.remote import Owner, RemoteRuns, read_run_name
+from echelon.run.folder.remote import Owner, RemoteRuns, read_run_name, write_bundle
 from echelon.run.folder.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

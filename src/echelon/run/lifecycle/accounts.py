@@ -15,7 +15,7 @@ from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.journal.journal import Journal
 from echelon.run.journal.recovery import RecoveryWatch
-from echelon.run.lifecycle.pinned_plan import note_memory
+from echelon.run.lifecycle.run_learner import note_memory
 from echelon.run.lifecycle.run_records import (
     describe_training,
     open_goodput,

@@ -41,11 +41,12 @@ from echelon.recipe.document import Recipe
 from echelon.recipe.synchronization import KEPT, QUORUM
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
-from echelon.run.lifecycle.quorum_hosts import Preparation, check_hosts
 from echelon.run.lifecycle.separate_folders import (
+    Preparation,
     announce_commits,
     await_fetched,
     await_ready,
+    check_hosts,
     fetch_announced,
     mark_ready,
     receive_run,

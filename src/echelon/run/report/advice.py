@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from echelon.ground.redaction import redact_text
 from echelon.ground.sizes import render_bytes, render_rate, render_seconds
-from echelon.run.report.nested import read_mapping, read_number, read_numbers, read_value
-from echelon.run.report.numbers import render_percent
 from echelon.run.report.run_record import RunRecord, percentile
+from echelon.run.report.values import read_mapping, read_number, read_numbers, read_value, render_percent
 
 # Shares of the time above which a cause is worth a change.
 _DATA, _SAVING, _EVALUATING, _LOST, _MESSAGES = 0.05, 0.05, 0.10, 0.05, 0.25

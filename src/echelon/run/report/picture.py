@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.run.report.blocks import Form, Series
-from echelon.run.report.numbers import pick_ticks, render_axis
 from echelon.run.report.page_templates import render_template
+from echelon.run.report.values import pick_ticks, render_axis
 
 _WIDTH, _HEIGHT = 640, 340  # of one chart
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 44, 46

@@ -16,7 +16,7 @@ from echelon.run.report.blocks import (
     Table,
     Timeline,
 )
-from echelon.run.report.numbers import render_axis, render_value
+from echelon.run.report.values import render_axis, render_value
 
 _PLOT_ROWS = 8
 _LABEL_WIDTH = 10

@@ -7,10 +7,9 @@ from echelon.ground.redaction import redact_text
 from echelon.ground.sizes import render_bytes, render_rate, render_seconds
 from echelon.planner.hardware.links import usual_links
 from echelon.run.report.blocks import Bars, Block, HeatMap, Lines, Table
-from echelon.run.report.nested import read_mapping, read_number, read_numbers, read_value
-from echelon.run.report.numbers import render_percent
 from echelon.run.report.run_record import RunRecord
 from echelon.run.report.trace import PARTS, Collectives, Trace
+from echelon.run.report.values import read_mapping, read_number, read_numbers, read_value, render_percent
 
 _NAME_WIDTH = 70
 # The speed of a machine drifts, so recorded steps are compared with so many steps before and after them.

@@ -31,13 +31,22 @@ from echelon.run.report.measured_sections import (
     build_memory,
     build_network,
     build_prediction,
+    build_rewards,
     build_throughput,
 )
-from echelon.run.report.nested import draw_lines, read_mapping, read_number, read_numbers, read_points, read_value
-from echelon.run.report.numbers import UNKNOWN, render_number, render_percent
 from echelon.run.report.profile_section import build_profile
-from echelon.run.report.reward_section import build_rewards
 from echelon.run.report.run_record import RunRecord, percentile
+from echelon.run.report.values import (
+    UNKNOWN,
+    draw_lines,
+    read_mapping,
+    read_number,
+    read_numbers,
+    read_points,
+    read_value,
+    render_number,
+    render_percent,
+)
 
 _BAD_EVENTS = (
     "failure",

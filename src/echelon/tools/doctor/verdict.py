@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from echelon.tools.doctor.link_probe import Examination
-from echelon.tools.doctor.speed import Pair, Speed, find_slow
+from echelon.tools.doctor.link_probe import Examination, Pair, Speed, find_slow
 
 # A larger offset makes other machines' files look too new or too old, and certificates invalid.
 _CLOCK_SECONDS = 2.0

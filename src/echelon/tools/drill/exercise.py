@@ -14,8 +14,7 @@ from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER, SyncConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.tools.drill.crew import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial
-from echelon.tools.drill.faults import FAULTS, InjectedFault
-from echelon.tools.drill.shrink import SAVES, shrink
+from echelon.tools.drill.faults import FAULTS, SAVES, InjectedFault, shrink
 from echelon.tools.drill.trial import DrillInterrupted, Likeness, RunningCommand, Trial
 
 logger = logging.getLogger(__name__)

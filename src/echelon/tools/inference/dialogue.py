@@ -8,8 +8,7 @@ from pathlib import Path
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.sampling import Sampling
 from echelon.learn.opened import OpenedModel, load_tokenizer_of, one_process
-from echelon.tools.inference.chat import Chat
-from echelon.tools.inference.generate import Row, Sample, continue_rows
+from echelon.tools.inference.generate import Chat, Row, Sample, continue_rows
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Sampling from a run or an HF folder, for one or more prompts, in batches or as a stream."""
+"""Sampling from a run or an HF folder, for one or more prompts, in batches or as a stream, also as turns of a
+conversation."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +14,56 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
+from echelon.ground.run_files import is_run
+from echelon.ground.stored import MAX_ROWS_BYTES, read_text
 from echelon.learn.answers.generation import ForwardPasses, continue_prompts, find_end
 from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.checkpoint.adapted import read_run_recipe
 from echelon.learn.data.panics import panics_told, shorten
+from echelon.learn.data.readers.record import BrokenRecordError
+from echelon.learn.data.sample_text import ChatTemplate
+from echelon.learn.data.templates import own_template
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.kv_cache import KeyValueCache, start_cache
 from echelon.learn.opened import OpenedModel, load_tokenizer_of, one_process
-from echelon.tools.inference.chat import Chat
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character with missing bytes
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Treats prompts as user messages. `system`: the system message; None for the one the run was trained with."""
+
+    system: str | None = None
+
+    def encode(self, target: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+        """Encode one user message and the generation prompt. Raises ConfigError if no template can render it."""
+        return self.encode_turns(target, tokenizer, [{"role": "user", "content": prompt}])
+
+    def encode_turns(
+        self, target: Path, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]]
+    ) -> list[int]:
+        """Encode turns, the last one by the user, and the generation prompt. Raises ConfigError like `encode`."""
+        if own_template(tokenizer) is None:
+            raise ConfigError(
+                f"--chat: the tokenizer of {target} has no chat template; remove --chat, and write the prompt in the "
+                "format that the model was trained on."
+            )
+        system = self.system
+        if system is None and is_run(target):
+            system = read_run_recipe(target).data.system_prompt
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages += turns
+        template = ChatTemplate.of(tokenizer, f"--chat: the chat template of {target}")
+        try:
+            rendered = template.prompt(messages, generate=True)
+        except BrokenRecordError as error:
+            raise ConfigError(
+                f"--chat: the prompt {turns[-1]['content']!r} {error}; remove --chat or --system."
+            ) from error
+        with panics_told(tokenizer.name_or_path, f"--chat: the message {shorten(turns[-1]['content'])}"):
+            ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 @dataclass(frozen=True)
@@ -227,3 +269,34 @@ class TextStream:
         if len(text) > self._written:
             self._write(text[self._written :])
             self._written = len(text)
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Read the prompts of a file: the non-empty lines of a .txt, or .jsonl records with a `prompt` field.
+
+    Raises:
+        ConfigError: the message names the file and the invalid line.
+    """
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"--prompts {path}: give a .txt with one prompt per line, or a .jsonl with a `prompt` field.")
+    try:
+        lines = read_text(path, MAX_ROWS_BYTES).split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}; give a text file in UTF-8.") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            records.append({"prompt": line} if path.suffix == ".txt" else _parse_record(path, number, line))
+    if not records:
+        raise ConfigError(f"--prompts {path} contains no prompt; give at least one line.")
+    return records
+
+
+def _parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"--prompts {path}, line {number} is not JSON: {error}; correct that line.") from error
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise ConfigError(f'--prompts {path}, line {number} has no string `prompt`; write {{"prompt": "..."}}.')
+    return record

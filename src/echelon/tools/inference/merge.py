@@ -26,7 +26,7 @@ from echelon.learn.data.shards import NO_LABEL, Dataset
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.evaluation import read_in_order
 from echelon.learn.opened import OpenedModel, one_process
-from echelon.tools.inference.held_out import open_run_text
+from echelon.tools.inference.evaluate import open_run_text
 
 logger = logging.getLogger(__name__)
 

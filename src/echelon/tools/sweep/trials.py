@@ -1,12 +1,18 @@
-"""The running trials: each is a job of a launcher, which is started, adopted, watched and stopped here."""
+"""The running trials: each is a job of a launcher, which is started, adopted, watched and stopped here, on its share of
+this machine's devices and cores."""
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from echelon.ground.errors import BusyError, LaunchError
+from echelon.ground.cores import num_cores
+from echelon.ground.errors import BusyError, ConfigError, LaunchError
+from echelon.ground.launch_environment import exported
+from echelon.ground.variables import read_environment
 from echelon.launch.job import (
     FINAL_STATES,
     ArrayLauncher,
@@ -19,13 +25,15 @@ from echelon.launch.job import (
 from echelon.launch.records import name_job, record_job, submit_job
 from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
-from echelon.tools.sweep.measure import MetricsReader, measure, read_rows
-from echelon.tools.sweep.slots import TrialSlot
+from echelon.tools.sweep.results import MetricsReader, measure, read_rows
 from echelon.tools.sweep.space import Space, Values
 from echelon.tools.sweep.study import BILLED, PRUNED, SLOT, STOPPED, SweepStudy
 from echelon.tools.sweep.sweep_file import Sweep
 from echelon.tools.sweep.sweep_folder import SweepFolder
 
+Item = TypeVar("Item")
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 logger = logging.getLogger(__name__)
 
 # Characters of the sweep's name in the names of its jobs, which also have the trial, the start and the time.
@@ -33,6 +41,84 @@ _NAME_LENGTH = 36
 
 # `echelon train`'s message about a locked run folder: a killed sweep may have left a job without a record.
 _IN_USE = "is in use by a live run"
+
+
+@dataclass(frozen=True)
+class TrialSlot:
+    """A slot for one trial at a time: its GPUs as in CUDA_VISIBLE_DEVICES, and its core numbers.
+
+    Both are empty if nothing is assigned, as at other targets.
+    """
+
+    index: int
+    devices: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Restrict processes started in the block to this slot's devices and cores."""
+        before = os.sched_getaffinity(0) if self.cores else None
+        try:
+            if self.cores:
+                os.sched_setaffinity(0, self.cores)
+            with exported({_VISIBLE: ",".join(self.devices)} if self.devices else {}):
+                yield
+        finally:
+            if before is not None:
+                os.sched_setaffinity(0, before)
+
+    def describe(self) -> str:
+        """`slot 0: GPUs 0,1; cores 0-7`."""
+        parts = [f"{len(self.devices)} GPU(s) {','.join(self.devices)}"] if self.devices else []
+        parts += [f"{len(self.cores)} core(s) {_ranges(self.cores)}"] if self.cores else []
+        return f"slot {self.index}: {'; '.join(parts) or 'not pinned'}"
+
+
+def share_machine(count: int) -> tuple[TrialSlot, ...]:
+    """Divide this machine into `count` slots, as equal as possible. Raises ConfigError if there are too few GPUs.
+
+    On systems without core pinning (macOS) the slots have no cores.
+    """
+    devices = _find_devices()
+    if devices and len(devices) < count:
+        raise ConfigError(
+            f"sweep.parallel={count}: each trial needs its own GPU, but this machine has {len(devices)}; use "
+            f"parallel: {len(devices)} or less."
+        )
+    pins = hasattr(os, "sched_getaffinity")
+    cores = tuple(sorted(os.sched_getaffinity(0))[: num_cores()]) if pins else ()
+    return tuple(
+        TrialSlot(index, find_share(devices, index, count), find_share(cores, index, count)) for index in range(count)
+    )
+
+
+def _find_devices() -> tuple[str, ...]:
+    import torch
+
+    visible = read_environment().get(_VISIBLE)
+    if not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
+    return tuple(names[:count])
+
+
+def find_share(items: tuple[Item, ...], index: int, count: int) -> tuple[Item, ...]:
+    """Return the items of a slot of `count`: a stretch of them, or one that slots share."""
+    if len(items) < count:  # only cores: some trials share one
+        return (items[index % len(items)],) if items else ()
+    return items[index * len(items) // count : (index + 1) * len(items) // count]
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """`0-3,8`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 @dataclass

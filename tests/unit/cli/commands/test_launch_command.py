@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 import typer
 
-from echelon.cli.commands.jobs import logs, status
-from echelon.cli.commands.launch import launch
+from echelon.cli.commands.jobs import launch, logs, status
 from echelon.cli.commands.sweep import stops_noted
 from echelon.ground.errors import ConfigError, DataError, HubUnreachableError, LaunchError, PlanError
 from echelon.ground.logs import log_to_console
 from echelon.launch.job import Launcher, Submitted
-from echelon.launch.packages import describe_packages
+from echelon.launch.job_checks import describe_packages
 from echelon.launch.records import list_jobs
 from echelon.recipe.load import load_recipe
-from echelon.tools.sweep.conductor import StopWord
+from echelon.tools.sweep.conduct import StopWord
 from tests.unit.recipe_samples import DEMO
 
 ROOT = Path(__file__).parents[4]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echelon.foreign.importers import Amounts, import_recipe
-from echelon.foreign.importers.defaults import defaults_of
+from echelon.foreign.importers.ledger import defaults_of
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import parse_recipe
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from echelon.ground.errors import ConfigError, DataError
-from echelon.launch.job_checks import check_job, settle_instance
-from echelon.launch.packages import describe_packages
+from echelon.launch.job import find_launcher
+from echelon.launch.job_checks import check_job, describe_packages, settle_instance
 from echelon.launch.sagemaker import enter
 from echelon.launch.sagemaker.install import OPTIONAL
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
@@ -28,9 +28,8 @@ from echelon.launch.sagemaker.request import (
 from echelon.launch.sagemaker.request_patch import MEMBERS, OWNED
 from echelon.launch.sagemaker.staging import ENTRY, START, list_requirements
 from echelon.launch.source_bundle import CORE, HELPFUL
-from echelon.launch.targets import find_launcher
 from echelon.planner.hardware.instances import INSTANCES
-from echelon.run.journal.console import render_evaluation, render_step
+from echelon.run.journal.journal import render_evaluation, render_step
 from tests.unit.launch.sagemaker.sagemaker_jobs import RECIPE, make_job
 from tests.unit.recipe_samples import load_text
 

@@ -14,7 +14,7 @@ from echelon.learn.benchmarks.task_files import name_tasks, read_task
 from echelon.learn.data.tokenizer import train_tokenizer
 from echelon.run.lifecycle.extension_checks import check_extensions
 from echelon.run.training import evaluation_checks
-from echelon.tools.inference.tasks import evaluate_task
+from echelon.tools.inference.evaluate import evaluate_task
 from tests.families import small_config
 from tests.unit.recipe_samples import SMALL, load_text
 
@@ -119,7 +119,7 @@ def test_files_without_examples_are_refused(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_without_lm_eval_the_message_names_its_extra(folder, task):
-    from echelon.tools.inference.tasks import evaluate_with_harness
+    from echelon.tools.inference.evaluate import evaluate_with_harness
 
     for evaluate in (lambda: evaluate_with_harness(folder, ["hellaswag"]), lambda: evaluate_task(folder, task)):
         with pytest.raises(ConfigError, match=r"pip install 'lm-eval>="):
@@ -142,7 +142,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_a_task_file_of_lm_eval_gives_the_same_results(folder, task, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    from echelon.tools.inference.tasks import evaluate_with_harness
+    from echelon.tools.inference.evaluate import evaluate_with_harness
 
     data = tmp_path / "mine.jsonl"
     data.write_text("".join(

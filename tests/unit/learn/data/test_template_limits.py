@@ -19,7 +19,7 @@ from echelon.learn.data.conversation import Conversation
 from echelon.learn.data.limits import LimitError, helper_ended, run_here
 from echelon.learn.data.sample_text import ChatTemplate
 from echelon.learn.data.templates import NAMED_TEMPLATES
-from echelon.tools.inference.chat import Chat
+from echelon.tools.inference.generate import Chat
 from tests.dist.command import CommandLine
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

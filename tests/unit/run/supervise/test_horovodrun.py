@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from echelon.foreign.horovod_ranks import check_ranks, find_group_bytes
-from echelon.ground import horovodrun
+from echelon.foreign.horovod import check_ranks, find_group_bytes
+from echelon.ground import foreign_launchers
 from echelon.ground.errors import ConfigError, LaunchError
-from echelon.ground.horovodrun import read_rendezvous
+from echelon.ground.foreign_launchers import read_horovodrun_rendezvous
 from echelon.learn.parallel.horovod_sum import divide
 
 
@@ -59,9 +59,9 @@ def variables(rank: int, port: int, local_size: int = 1) -> dict[str, str]:
 
 def test_ranks_of_several_machines_get_the_address_of_rank_zero_from_the_store(port: int) -> None:
     found = {}
-    waiting = threading.Thread(target=lambda: found.update(read_rendezvous(variables(1, port))))
+    waiting = threading.Thread(target=lambda: found.update(read_horovodrun_rendezvous(variables(1, port))))
     waiting.start()  # before rank 0 has written anything
-    first = read_rendezvous(variables(0, port))
+    first = read_horovodrun_rendezvous(variables(0, port))
     waiting.join(10)
     assert found["MASTER_ADDR"] == first["MASTER_ADDR"] == "127.0.0.1"
     assert found["MASTER_PORT"] == first["MASTER_PORT"]
@@ -70,24 +70,24 @@ def test_ranks_of_several_machines_get_the_address_of_rank_zero_from_the_store(p
 
 
 def test_one_machine_uses_loopback_and_no_store() -> None:
-    found = read_rendezvous(variables(1, 9, local_size=2))
+    found = read_horovodrun_rendezvous(variables(1, 9, local_size=2))
     assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
 
 
 def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 cannot reach the store of horovodrun at 127\.0\.0\.1:9"):
-        read_rendezvous(variables(1, 9))
+        read_horovodrun_rendezvous(variables(1, 9))
 
 
 def test_a_rank_zero_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(horovodrun, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(foreign_launchers, "_WAIT_SECONDS", 0.3)
     with pytest.raises(LaunchError, match="rank 0 did not write its address"):
-        read_rendezvous(variables(1, port))
+        read_horovodrun_rendezvous(variables(1, port))
 
 
 def test_a_rank_without_a_store_is_refused() -> None:
     with pytest.raises(ConfigError, match="HOROVOD_GLOO_RENDEZVOUS_ADDR is not"):
-        read_rendezvous({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"})
+        read_horovodrun_rendezvous({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"})
 
 
 def check_alone(rank: int, world_size: int) -> str:

@@ -112,7 +112,7 @@ def test_cli_and_launch_import_no_torch():
     modules = (
         "echelon.cli.main, echelon.learn.distributed.runtime, echelon.run.lifecycle.process_group, "
         "echelon.run.supervise.agent, "
-        "echelon.ground.launch_environment, echelon.launch.local, echelon.cli.commands.launch, "
+        "echelon.ground.launch_environment, echelon.launch.local, echelon.cli.commands.jobs, "
         "echelon.run.lifecycle.session"
     )
     code = f"import sys, {modules}; print('torch' in sys.modules)"

@@ -14,8 +14,7 @@ from echelon.launch.shell import guard_setup
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.tools.doctor import machine
-from echelon.tools.doctor.link_probe import Examination, ProbeProcess, probe_script, rounds
-from echelon.tools.doctor.speed import Speed, find_slow
+from echelon.tools.doctor.link_probe import Examination, ProbeProcess, Speed, find_slow, probe_script, rounds
 from echelon.tools.doctor.verdict import judge
 
 ROOT = Path(__file__).parents[4]

@@ -14,8 +14,7 @@ from echelon.recipe.load import load_recipe
 from echelon.recipe.synchronization import SyncConfig
 from echelon.tools.drill.crew import MACHINE_FAULTS, Crew
 from echelon.tools.drill.exercise import choose_likeness, estimate_seconds
-from echelon.tools.drill.faults import FAULTS
-from echelon.tools.drill.shrink import shrink, shrink_model
+from echelon.tools.drill.faults import FAULTS, shrink, shrink_model
 from echelon.tools.drill.trial import Likeness
 from tests.unit.recipe_samples import RECIPE
 

@@ -1,10 +1,10 @@
 """What a report, a console, a tracker and a sweep show of benchmarks that ran during training."""
 
-from echelon.run.journal.console import render_evaluation
+from echelon.run.journal.journal import render_evaluation
 from echelon.run.journal.trackers.tracker import scalars
 from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report
-from echelon.tools.sweep.measure import measure, read_rows
+from echelon.tools.sweep.results import measure, read_rows
 from echelon.tools.sweep.sweep_file import SweepSettings
 from tests.unit.tools.report.test_report import find, write_lines, write_run
 

@@ -12,9 +12,8 @@ import pytest
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
 from echelon.run.folder.run_folder import FolderLock
-from echelon.run.report.live import follow, shorten
 from echelon.run.report.plain import render_text
-from echelon.run.report.server import LiveServer
+from echelon.run.report.server import LiveServer, follow, shorten
 from tests.unit.tools.report.test_report import write_lines, write_run
 
 

@@ -14,9 +14,8 @@ from echelon.ground.errors import LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
-from echelon.tools.sweep.conduct import check_sweep, run_sweep
-from echelon.tools.sweep.conductor import StopWord, SweepEnding
-from echelon.tools.sweep.slots import TrialSlot
+from echelon.tools.sweep.conduct import StopWord, SweepEnding, check_sweep, run_sweep
+from echelon.tools.sweep.trials import TrialSlot
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL
 

@@ -13,8 +13,7 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.records import record_job, write_job
 from echelon.tools.sweep import conduct as session
-from echelon.tools.sweep.conduct import check_sweep, plan_arrays, render_first_array
-from echelon.tools.sweep.conductor import SweepEnding
+from echelon.tools.sweep.conduct import SweepEnding, check_sweep, plan_arrays, render_first_array
 from echelon.tools.sweep.space import Values
 from echelon.tools.sweep.trials import Trials
 from tests.unit.recipe_samples import SMALL

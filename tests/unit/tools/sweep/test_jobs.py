@@ -12,8 +12,7 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import Launcher
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct
-from echelon.tools.sweep.conduct import check_sweep, run_sweep, share_slots
-from echelon.tools.sweep.conductor import StopWord
+from echelon.tools.sweep.conduct import StopWord, check_sweep, run_sweep, share_slots
 from tests.log_lines import LogLines
 from tests.object_server import BUCKET
 from tests.training_service import TrainingServer

@@ -11,9 +11,8 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
-from echelon.tools.sweep.conduct import check_sweep
-from echelon.tools.sweep.conductor import StopWord, SweepEnding
-from echelon.tools.sweep.slots import find_share, share_machine
+from echelon.tools.sweep.conduct import StopWord, SweepEnding, check_sweep
+from echelon.tools.sweep.trials import find_share, share_machine
 from tests.unit.recipe_samples import SMALL
 from tests.unit.tools.sweep.sweep_jobs import EVERY, RANDOM, Killed, StubLauncher, loss_of, run, values_of
 

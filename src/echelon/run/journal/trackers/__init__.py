@@ -2,7 +2,7 @@
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import find_named
-from echelon.ground.extras import find_absent, require_extra
+from echelon.ground.extras import find_missing_package, require_extra
 from echelon.recipe.document import Recipe
 from echelon.recipe.names import TRACKERS
 from echelon.run.folder.run_folder import RunFolder
@@ -58,7 +58,7 @@ def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int) -> list
 def catch_up(recipe: Recipe, folder: RunFolder) -> None:
     """Send missing rows to the trackers of a finished run: after an outage, or all rows for a new tracker."""
     behind = [name for name in recipe.track if not ForwarderState.read(folder.tracker_path(name)).complete]
-    names = [name for name in behind if find_absent(name) is not None or TRACKERS[name].is_store]
+    names = [name for name in behind if find_missing_package(name) is not None or TRACKERS[name].is_store]
     if not names:
         return
     check_trackers(recipe)
