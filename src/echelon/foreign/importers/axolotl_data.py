@@ -4,13 +4,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from echelon.foreign.importers.ledger import Ledger
-from echelon.foreign.importers.sources import Read, build_source, is_hub_id, once, put_split, unknown_roles
-from echelon.foreign.importers.wording import (
+from echelon.foreign.importers.sources import (
     ALPACA_STYLES,
+    Read,
     Wording,
     alpaca_wording,
     axolotl_wording,
+    build_source,
+    is_hub_id,
+    once,
     prompt_wording,
+    put_split,
+    unknown_roles,
 )
 from echelon.recipe.inputs import is_template
 from echelon.recipe.names import OBJECTIVES, Answers

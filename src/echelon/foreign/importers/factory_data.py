@@ -6,8 +6,7 @@ from typing import Any
 
 from echelon.foreign.importers.ledger import Ledger
 from echelon.foreign.importers.source_file import find_beside
-from echelon.foreign.importers.sources import Read, build_source, unknown_roles
-from echelon.foreign.importers.wording import Wording, factory_wording
+from echelon.foreign.importers.sources import Read, Wording, build_source, factory_wording, unknown_roles
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_json, read_text
 from echelon.recipe.inputs import is_template

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.foreign.importers.ledger import Defaults, Ledger
-from echelon.foreign.importers.sources import FILE_SUFFIXES, Read, build_source
-from echelon.foreign.importers.wording import Wording
+from echelon.foreign.importers.sources import FILE_SUFFIXES, Read, Wording, build_source
 from echelon.recipe.yaml_text import show_value
 
 _METHODS = ("dpo", "orpo", "simpo", "cpo", "kto", "rm")

@@ -9,12 +9,15 @@ The page of a run in progress has a script, which asks its own server for the pa
 import base64
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from echelon.ground.redaction import make_printable
 from echelon.ground.sizes import render_seconds
 from echelon.run.report.blocks import Bars, Block, Curves, Form, HeatMap, Point, Report, Series, Timeline
-from echelon.run.report.page_templates import render_template
 from echelon.run.report.run_record import percentile
 from echelon.run.report.values import pick_axis, pick_ticks, render_axis, render_value
 
@@ -39,6 +42,17 @@ _UPDATE = """setInterval(async () => {
     document.querySelectorAll('details').forEach(each => each.open = opened.includes(each.firstChild.textContent))
   } catch { document.querySelector('h1 small').textContent = 'echelon report --web does not answer' }
 }, %d)"""
+
+
+def render_template(name: str, **values: Any) -> str:
+    """Return a template of this folder with these values, and control characters replaced."""
+    return make_printable(_environment().get_template(name).render(values))
+
+
+@cache
+def _environment() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
 def render_page(report: Report, refresh_seconds: float | None = None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.run.report.blocks import Form, Series
-from echelon.run.report.page_templates import render_template
+from echelon.run.report.page import render_template
 from echelon.run.report.values import pick_ticks, render_axis
 
 _WIDTH, _HEIGHT = 640, 340  # of one chart

@@ -31,10 +31,10 @@ from echelon.run.report.measured_sections import (
     build_memory,
     build_network,
     build_prediction,
+    build_profile,
     build_rewards,
     build_throughput,
 )
-from echelon.run.report.profile_section import build_profile
 from echelon.run.report.run_record import RunRecord, percentile
 from echelon.run.report.values import (
     UNKNOWN,
