@@ -96,10 +96,10 @@ class _Commands(TyperGroup):
 
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        place = next((number for number, word in enumerate(args) if not word.startswith("-")), None)
-        if place is not None and (new := FORMER.get(args[place])):
-            typer.echo(f"echelon {args[place]} is now echelon {' '.join(new)}", err=True)
-            args = [*args[:place], *new, *args[place + 1 :]]
+        first = next((number for number, word in enumerate(args) if not word.startswith("-")), None)
+        if first is not None and (new := FORMER.get(args[first])):
+            typer.echo(f"echelon {args[first]} is now echelon {' '.join(new)}", err=True)
+            args = [*args[:first], *new, *args[first + 1 :]]
         return super().parse_args(ctx, args)
 
     @override

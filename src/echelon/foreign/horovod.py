@@ -112,8 +112,8 @@ def _build_settings(given: Mapping[str, str]) -> dict[str, str]:
     Gradients of one group are summed together, and never with those of another one: which groups are ready at the same
     moment differs from step to step, and sums depend on the position in the buffer.
     """
-    own = {name: value for name, value in given.items() if name.startswith("HOROVOD_")}
-    return {**own, "HOROVOD_FUSION_THRESHOLD": str(find_group_bytes(given)), "HOROVOD_DISABLE_GROUP_FUSION": "1"}
+    variables = {name: value for name, value in given.items() if name.startswith("HOROVOD_")}
+    return {**variables, "HOROVOD_FUSION_THRESHOLD": str(find_group_bytes(given)), "HOROVOD_DISABLE_GROUP_FUSION": "1"}
 
 
 def _place_ranks() -> dict[str, str]:

@@ -30,9 +30,9 @@ def find_from_here(names: Iterable[str]) -> None:
 
     For commands that read the user's own recipe, before importing any extension.
     """
-    here = str(Path.cwd())
-    if any(is_extension(name) for name in names) and here not in sys.path:
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if any(is_extension(name) for name in names) and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def find_named(key: str, name: str, table: Mapping[str, Any], kind: type | None = None) -> Any:
@@ -48,16 +48,16 @@ def find_named(key: str, name: str, table: Mapping[str, Any], kind: type | None 
         ConfigError: the name is neither, cannot be imported, or is of another kind.
     """
     if name in table:
-        found = table[name]
-        if isinstance(found, str):
-            return resolve_name(found)
+        value = table[name]
+        if isinstance(value, str):
+            return resolve_name(value)
     elif EXTENSION.fullmatch(name):
-        found = _import_outside(key, name, *name.split(":"))
+        value = _import_outside(key, name, *name.split(":"))
     else:
         raise ConfigError(f"{key}={name}: unknown name; use {', '.join(table)}, or your own package.module:Name.")
     if kind is not None:
-        _check_kind(key, name, found, kind)
-    return found
+        _check_kind(key, name, value, kind)
+    return value
 
 
 def _import_outside(key: str, name: str, module: str, attribute: str) -> Any:

@@ -48,12 +48,16 @@ def read_horovodrun_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
             "them with horovodrun --gloo, or with mpirun."
         )
     endpoint = join_endpoint(host, int(store_port))
-    own = THIS_MACHINE.host if size == local_size else find_own_address(HostGroup(1, size, host, int(store_port)))
-    address = env.get("MASTER_ADDR") or (own if size == local_size else _exchange(endpoint, env["HOROVOD_RANK"], own))
+    own_address = (
+        THIS_MACHINE.host if size == local_size else find_own_address(HostGroup(1, size, host, int(store_port)))
+    )
+    address = env.get("MASTER_ADDR") or (
+        own_address if size == local_size else _exchange(endpoint, env["HOROVOD_RANK"], own_address)
+    )
     # Every rank derives the same port, below the range of ephemeral ports.
     port = env.get("MASTER_PORT") or str(_FIRST_PORT + zlib.crc32(endpoint.encode()) % _NUM_PORTS)
     variables = {"MASTER_ADDR": address, "MASTER_PORT": port}
-    interface = find_interface(own)
+    interface = find_interface(own_address)
     return variables if interface is None else {**variables, "GLOO_SOCKET_IFNAME": interface}
 
 
@@ -99,9 +103,9 @@ def read_mpirun_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     port = int(env.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else _find_address(env))
     variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    own = find_own_address(HostGroup(1, size, address, port))
-    interface = find_interface(own)
-    if interface is not None and (size == local_size or not own.startswith("127.")):
+    own_address = find_own_address(HostGroup(1, size, address, port))
+    interface = find_interface(own_address)
+    if interface is not None and (size == local_size or not own_address.startswith("127.")):
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return variables
 
@@ -115,10 +119,10 @@ def _find_address(env: Mapping[str, str]) -> str:
             "MASTER_ADDR is not set, and rank 0 runs on another machine than mpirun, so its address is unknown; "
             "add -x MASTER_ADDR=ADDRESS to mpirun, with the address of rank 0's machine."
         )
-    if found := re.search(r";tcp://([^:;]+):(\d+)", env.get("OMPI_MCA_orte_hnp_uri", "")):
-        return _find_reachable(found[1].split(","), int(found[2]))
-    if found := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", "")):
-        return found[1]
+    if match := re.search(r";tcp://([^:;]+):(\d+)", env.get("OMPI_MCA_orte_hnp_uri", "")):
+        return _find_reachable(match[1].split(","), int(match[2]))
+    if match := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", "")):
+        return match[1]
     raise ConfigError(
         "MASTER_ADDR is not set, and mpirun does not give its own address; add -x MASTER_ADDR=ADDRESS to it, with "
         "the address of rank 0's machine."

@@ -154,13 +154,15 @@ def open_coordinator(group: HostGroup) -> socket.socket | None:
     if group.coordinates is False:
         return None
     try:
-        found = listen_at(group.host, group.port)
-        is_elsewhere = found is None and group.coordinates is True
+        coordinator = listen_at(group.host, group.port)
+        is_elsewhere = coordinator is None and group.coordinates is True
         # /etc/hosts may map this machine's name to a loopback address.
-        is_hidden = found is not None and group.interface is not None and is_loopback(found.getsockname()[0])
-        if found is not None and is_hidden:
-            found.close()
-        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else found
+        is_hidden = (
+            coordinator is not None and group.interface is not None and is_loopback(coordinator.getsockname()[0])
+        )
+        if coordinator is not None and is_hidden:
+            coordinator.close()
+        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else coordinator
     except OSError as error:
         if not group.coordinates:
             return None
@@ -212,10 +214,10 @@ def limit_silence(line: socket.socket, seconds: float) -> None:
 
 def _resolve(group: HostGroup) -> tuple[int, tuple[str, int]]:
     try:
-        found = socket.getaddrinfo(group.host, group.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(group.host, group.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(f"the name {group.host} does not resolve on this machine ({error.strerror}).") from error
-    family, _, _, _, target = found[0]
+    family, _, _, _, target = addresses[0]
     return family, (str(target[0]), int(target[1]))
 
 

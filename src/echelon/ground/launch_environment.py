@@ -101,9 +101,9 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
     env = os.environ if env is None else env
     hosts, rank = _list_rented(env)
     if hosts:
-        own, first = hosts[rank], min(hosts)  # the machine that torch gives rank 0
+        own_host, first = hosts[rank], min(hosts)  # the machine that torch gives rank 0
         shares = env.get(SHARED_VARIABLE) == "1"
-        return HostGroup(len(hosts), len(hosts), first, _RENTED_PORT, own == first, None, shares, own)
+        return HostGroup(len(hosts), len(hosts), first, _RENTED_PORT, own_host == first, None, shares, own_host)
     if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
         hosts = json.loads(env.get("SM_HOSTS", "null")) or [env["SM_CURRENT_HOST"]]
         hosts.sort(key=in_number_order)
@@ -200,9 +200,9 @@ def find_rendezvous() -> Rendezvous | None:
 
 def find_socket_interface(rendezvous: Rendezvous) -> str | None:
     """The network interface on which this process meets the other ranks: that of gloo, if one is set."""
-    given = os.environ.get("GLOO_SOCKET_IFNAME")
-    if given or rendezvous.is_local:
-        return given or find_interface("127.0.0.1")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface or rendezvous.is_local:
+        return interface or find_interface("127.0.0.1")
     return find_interface(find_own_address(HostGroup(1, 2, rendezvous.address, int(rendezvous.port))))
 
 
@@ -228,14 +228,14 @@ def is_managed() -> bool:
 
 def find_host_dir() -> Path | None:
     """The folder for this worker's outcome, if echelon's agent of its machine started it."""
-    place = os.environ.get(HOST_VARIABLE)
-    return Path(place) if place else None
+    folder = os.environ.get(HOST_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def find_snapshot_dir() -> Path | None:
     """The in-memory folder that the parent of this worker provides, if any."""
-    place = os.environ.get(SNAPSHOT_VARIABLE)
-    return Path(place) if place else None
+    folder = os.environ.get(SNAPSHOT_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def shares_files() -> bool:

@@ -58,11 +58,11 @@ def compare_sizes(files: Files, sizes: Mapping[str, int], prefix: str = "") -> l
 
     Returns a phrase for each that is missing or has another size.
     """
-    found = ((name, sizes.get(f"{prefix}{name}"), entry["bytes"]) for name, entry in files.items())
+    sizes_found = ((name, sizes.get(f"{prefix}{name}"), entry["bytes"]) for name, entry in files.items())
     return [
-        f"{name} is missing" if size is None else f"{name} has {size} bytes; {wanted} were written"
-        for name, size, wanted in found
-        if size != wanted
+        f"{name} is missing" if size is None else f"{name} has {size} bytes; {expected} were written"
+        for name, size, expected in sizes_found
+        if size != expected
     ]
 
 

@@ -117,8 +117,10 @@ class ObjectStore:
         """Return the size in bytes of every object below a name, by its path relative to it."""
         prefix = self._path(name)
         with self._translated_errors():
-            found = self._system.find(prefix, detail=True)
-        return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(prefix)}
+            entries = self._system.find(prefix, detail=True)
+        return {
+            path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in entries.items() if len(path) > len(prefix)
+        }
 
     def find(self, pattern: str) -> dict[str, ObjectInfo]:
         """Return the objects that a name or glob stands for, by address, sorted: of a folder, all objects below it."""
@@ -126,13 +128,13 @@ class ObjectStore:
         with self._translated_errors():
             # A question mark begins the query of a URL.
             if "*" in pattern or "[" in pattern if self._is_http else has_magic(pattern):
-                found = self._system.glob(path, detail=True)
+                entries = self._system.glob(path, detail=True)
             else:
                 entry = self._system.info(path)
-                found = self._system.find(path, detail=True) if entry["type"] == "directory" else {path: entry}
+                entries = self._system.find(path, detail=True) if entry["type"] == "directory" else {path: entry}
         return {
             str(self._system.unstrip_protocol(name)): _read_info(entry)
-            for name, entry in sorted(found.items())
+            for name, entry in sorted(entries.items())
             if entry["type"] == "file"
         }
 

@@ -28,15 +28,15 @@ def read_installed() -> Mapping[str, Rows]:
 
     What lies in the current folder is not installed: metadata there would add code to every command.
     """
-    found: dict[str, Rows] = {}
+    packages: dict[str, Rows] = {}
     for installed in distributions():
         rows: dict[str, dict[str, str]] = {}
         for entry in installed.entry_points:
             rows.setdefault(entry.group, {})[entry.name] = entry.value
         is_for_us = any(group.startswith("echelon.") for group in rows)
         if is_for_us and Path(str(installed.locate_file(""))).resolve() != Path.cwd().resolve():
-            found.setdefault(installed.metadata["Name"].lower(), rows)
-    return found
+            packages.setdefault(installed.metadata["Name"].lower(), rows)
+    return packages
 
 
 @cache
@@ -95,8 +95,8 @@ class Plugins(Mapping[str, Part]):
         """Import a part. Raises ConfigError for a name that no package registers, or two, and for a broken part."""
         if name not in self.loaded:
             self.loaded[name] = self._load(name)
-        found: Part = self.loaded[name]
-        return found
+        part: Part = self.loaded[name]
+        return part
 
     def _load(self, name: str) -> Any:
         others = {owner: place for owner, other, place in self._others() if other == name}
@@ -106,8 +106,8 @@ class Plugins(Mapping[str, Part]):
         if name in self.own:
             return resolve_name(read_own()[self._group][name])
         if not others:
-            known = ", ".join(self)
-            raise ConfigError(f"{shown}: unknown name; use {known}, or install the package that registers it.")
+            names = ", ".join(self)
+            raise ConfigError(f"{shown}: unknown name; use {names}, or install the package that registers it.")
         if len(others) > 1:
             raise ConfigError(f"{shown} is registered by {owners}; uninstall all but one of these packages.")
         [place] = others.values()

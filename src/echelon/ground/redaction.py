@@ -216,9 +216,9 @@ def _is_assigned(match: re.Match[str]) -> bool:
 
 
 def _is_in_braces(match: re.Match[str]) -> bool:
-    text, place = match.string, match.start()
-    near = max(0, place - _NEAR)
-    return text.rfind("{", near, place) > text.rfind("}", near, place)
+    text, start = match.string, match.start()
+    near = max(0, start - _NEAR)
+    return text.rfind("{", near, start) > text.rfind("}", near, start)
 
 
 def _is_header(match: re.Match[str]) -> bool:

@@ -46,8 +46,8 @@ def sweep(place: Path) -> None:
     """Remove the folders that processes of this user have left: those with a lock that no live process holds."""
     for lock in place.glob(f"{_PREFIX}*-*/{_LOCK}"):
         with suppress(OSError):  # removed meanwhile
-            folder, found = lock.parent, lock.lstat()
-            is_old = time.time() - found.st_mtime > _LEAST_SECONDS
-            is_own = found.st_uid == folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
+            folder, status = lock.parent, lock.lstat()
+            is_old = time.time() - status.st_mtime > _LEAST_SECONDS
+            is_own = status.st_uid == folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
             if is_own and is_old and FileLock(lock).read_holder() is None:
                 shutil.rmtree(folder, ignore_errors=True)

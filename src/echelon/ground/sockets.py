@@ -28,11 +28,11 @@ def listen_at(host: str, port: int, admits_loopback: bool = True) -> socket.sock
     whether a loopback address is acceptable. Raises OSError when the port is in use, or the name does
     not resolve.
     """
-    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if is_loopback(str(place[0])) and not admits_loopback:
+    for family, _, _, _, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if is_loopback(str(socket_address[0])) and not admits_loopback:
             continue
         try:
-            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+            return socket.create_server(socket_address[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise

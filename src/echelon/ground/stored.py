@@ -165,8 +165,8 @@ def parse_as(content: bytes, kind: type[T]) -> T:
         return validator_of(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{key}: {first['msg']}" if key else first["msg"]) from error
 
 
 def validator_of(kind: type[T]) -> TypeAdapter[T]:

@@ -113,8 +113,8 @@ def read_environment() -> dict[str, str]:
 
 def find_cache_dir() -> Path:
     """The user's folder for what echelon measured and may measure again: ECHELON_CACHE, else that of the system."""
-    if given := os.environ.get("ECHELON_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("ECHELON_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon"
 
 

@@ -123,7 +123,7 @@ def _describe(scaling: Scaling) -> Iterator[str]:
         ]
         row[5:5] = [] if point.goodput is None else [f"{point.goodput.share:.1%}"]
         rows.append(row)
-    widths = [max(len(row[place]) for row in rows if len(row) > 2) for place in range(len(header))]
+    widths = [max(len(row[column]) for row in rows if len(row) > 2) for column in range(len(header))]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
     yield "  " + _describe_end(scaling)

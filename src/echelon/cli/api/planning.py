@@ -202,9 +202,9 @@ def find_target(
 
 
 def _find_here() -> Cluster:
-    if (known := find_calibrated_cpu()) is not None:
+    if (calibration := find_calibrated_cpu()) is not None:
         count = max(1, num_cores() // 2)
-        return calibrated_cluster(known, count, count)
+        return calibrated_cluster(calibration, count, count)
     if find_spec("torch") is None:
         raise ConfigError(
             "torch is not installed here, but it is needed to detect this machine's hardware; install it, or give the "
@@ -222,17 +222,19 @@ def _find_instances(
         choice = choose_instance(recipe, shape, count)
         for line in choice.describe():
             on_line(line)
-        found, machines = choice.instance, choice.count
+        chosen, machines = choice.instance, choice.count
     else:
         settings, machines = recipe.launch.sagemaker, count or 1
-        found = find_instance(instance, region=settings.region)
-    price = None if found.price is None else HourlyPrice(found.price.usd_per_hour, found.price.terms)
+        chosen = find_instance(instance, region=settings.region)
+    price = None if chosen.price is None else HourlyPrice(chosen.price.usd_per_hour, chosen.price.terms)
     if instance != "auto" and price is None:
-        on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")
-    elif instance != "auto" and found.price is not None:
-        total = found.price.usd_per_hour * machines
-        on_line(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
-    return find_cluster(recipe, found, machines), price
+        on_line(f"instance: {machines} x {chosen.name}, price unknown; set budget.usd_per_hour")
+    elif instance != "auto" and chosen.price is not None:
+        total = chosen.price.usd_per_hour * machines
+        on_line(
+            f"instance: {machines} x {chosen.name}, {chosen.price.describe()} each on demand, ${total:.2f}/h in all"
+        )
+    return find_cluster(recipe, chosen, machines), price
 
 
 def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str]:
@@ -255,10 +257,10 @@ def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBy
     if not built:
         return
     yield "built without devices, a rank between steps (in brackets as planned):"
-    for stage, found in built.items():
+    for stage, stored in built.items():
         if len(planned) > 1:
             yield f"  stage {stage + 1} of {len(planned)}"
-        for part, size in asdict(found).items():
+        for part, size in asdict(stored).items():
             yield f"  {part:<12} {render_bytes(size):>10} ({render_bytes(getattr(planned[stage], part))})"
 
 
@@ -274,9 +276,9 @@ def calibrate() -> tuple[Calibration, Path]:
         LaunchError: the processes that measure failed, or the file cannot be written.
     """
     rows, device, count = measure_machine(worker_environment)
-    found = fit_calibration(rows, device, count, "float32" if device == "cpu" else "bfloat16")
+    calibration = fit_calibration(rows, device, count, "float32" if device == "cpu" else "bfloat16")
     try:
-        return found, store_calibration(find_cache_dir(), found)
+        return calibration, store_calibration(find_cache_dir(), calibration)
     except OSError as error:
         raise LaunchError(
             f"the calibration cannot be kept in {find_cache_dir()} ({error}); set ECHELON_CACHE to a folder that can "

@@ -213,5 +213,5 @@ def _say_once(label: str, rows: Sequence[tuple[str, int]]) -> Iterator[str]:
     """A line for each different text, with the numbers it is about if there are several texts."""
     texts = list(dict.fromkeys(text for text, _ in rows))
     for text in texts:
-        numbers = ", ".join(str(number) for own, number in rows if own == text)
+        numbers = ", ".join(str(number) for text_of, number in rows if text_of == text)
         yield f"  {label}: {text}" + (f" ({numbers})" if len(texts) > 1 else "")

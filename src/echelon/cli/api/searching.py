@@ -139,12 +139,12 @@ class UntimedReport:
 
 def plan_untimed(recipe: Recipe, asked: Mapping[str, Any], error: PlanError) -> UntimedReport:
     """Plan a recipe that cannot be searched, because of `error`; raises it if the speed of the devices is known."""
-    found = plan(recipe, **asked)
-    if found.forecast is not None:
+    planned = plan(recipe, **asked)
+    if planned.forecast is not None:
         raise error
     instance = asked.get("instance")
-    machines = "" if instance is None else f"{found.cluster.num_nodes} x {instance}"
-    sized = SizedPlan(plan=found.plan, cluster=found.cluster, memory=found.memory, machines=machines)
+    machines = "" if instance is None else f"{planned.cluster.num_nodes} x {instance}"
+    sized = SizedPlan(plan=planned.plan, cluster=planned.cluster, memory=planned.memory, machines=machines)
     return UntimedReport(replace(sized, parallel=recipe.parallel), str(error))
 
 
@@ -181,26 +181,26 @@ def search(
     by = by or "time"
     shape = check_model(recipe, elsewhere=devices is not None or instance is not None).shape
     if instance == "auto" and devices is None:
-        found = search_instances(recipe, shape, by, count, reliability)
+        ranked = search_instances(recipe, shape, by, count, reliability)
     else:
         cluster, price = find_target(recipe, shape, devices, devices_per_node, instance, count)
-        known = price is not None or recipe.budget.usd_per_hour is not None
-        if not known and (by == "cost" or budget_usd is not None):
+        has_price = price is not None or recipe.budget.usd_per_hour is not None
+        if not has_price and (by == "cost" or budget_usd is not None):
             raise ConfigError(
                 "the price of these machines is unknown, so plans cannot be compared by cost; give --instance ml.TYPE, "
                 "or set budget.usd_per_hour, the price of one machine."
             )
         machines = "" if instance is None else f"{cluster.num_nodes} x {instance}"
         history = read_history(find_cache_dir(), shape, cluster)
-        found = search_plans(recipe, shape, cluster, by, price, machines, history=history)
+        ranked = search_plans(recipe, shape, cluster, by, price, machines, history=history)
         # the same for all, as are the machines
-        found = tuple(_add_goodput(candidate, shape, reliability) for candidate in found)
-    if found[0].forecast.hours is None and (budget_usd is not None or deadline_hours is not None):
+        ranked = tuple(_add_goodput(candidate, shape, reliability) for candidate in ranked)
+    if ranked[0].forecast.hours is None and (budget_usd is not None or deadline_hours is not None):
         raise ConfigError(
             "the number of steps depends on data that is not prepared, so a budget or a deadline cannot be checked; "
             "set train.steps or train.tokens."
         )
-    report = SearchReport(found, by, budget_usd, deadline_hours, reliability=reliability)
+    report = SearchReport(ranked, by, budget_usd, deadline_hours, reliability=reliability)
     return replace(report, float8=forecast_float8(recipe, shape, report.shown[0]))
 
 
@@ -234,8 +234,8 @@ def search_instances(
                 taken = take_plan(recipe, shape, cluster, price, name, history)
                 if taken.fits:
                     return taken
-        found = search_plans(recipe, shape, cluster, by, price, name, divide, history)
-        return _add_goodput(found[0], shape, reliability)
+        ranked = search_plans(recipe, shape, cluster, by, price, name, divide, history)
+        return _add_goodput(ranked[0], shape, reliability)
 
     best: list[RankedPlan] = []
     reason: ConfigError | PlanError | None = None
@@ -253,11 +253,11 @@ def search_instances(
         raise reason or PlanError("no instance type has a GPU and a known price.")
     best = list(rank_plans(best, by))
     first, tried = best[0], 0
-    for place, candidate in enumerate(best):
+    for index, candidate in enumerate(best):
         if tried < _DIVIDED and _could_be_first(candidate, first, by):
             tried += 1
-            best[place] = find_best(candidate.cluster, candidate.forecast.price, candidate.machines, divide=True)
-            first = rank_plans([first, best[place]], by)[0]
+            best[index] = find_best(candidate.cluster, candidate.forecast.price, candidate.machines, divide=True)
+            first = rank_plans([first, best[index]], by)[0]
     return prefer_fewer_machines(rank_plans(best, by), by)
 
 
@@ -299,7 +299,7 @@ def _render_table(shown: Sequence[RankedPlan]) -> Iterator[str]:
 def render_numbered(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """The lines of a table whose rows have numbers, from 1."""
     rows = [header, *rows]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     for number, row in enumerate(rows):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield f"  {number or '':>2}  {cells}".rstrip()
@@ -328,21 +328,21 @@ def _row(candidate: RankedPlan) -> tuple[str, ...]:
 def _describe_prices(shown: Sequence[RankedPlan]) -> Iterator[str]:
     """Region and date of the prices of instance types, once; with several, the candidates of each."""
     places: dict[str, list[int]] = {}
-    for place, candidate in enumerate(shown, 1):
+    for number, candidate in enumerate(shown, 1):
         if candidate.machines and candidate.forecast.price is not None:
-            places.setdefault(candidate.forecast.price.terms, []).append(place)
+            places.setdefault(candidate.forecast.price.terms, []).append(number)
     if len(places) == 1:
         yield f"  prices on demand: {next(iter(places))}"
     elif places:
-        parts = (f"{terms} of {', '.join(map(str, found))}" for terms, found in places.items())
+        parts = (f"{terms} of {', '.join(map(str, numbers))}" for terms, numbers in places.items())
         yield f"  prices on demand: {'; '.join(parts)}; they differ between regions, so yours may rank otherwise"
 
 
 def _describe_corrections(shown: Sequence[RankedPlan]) -> Iterator[str]:
     """Which candidates were corrected, by which measured runs; nothing if none was."""
     places: dict[str, list[int]] = {}
-    for place, candidate in enumerate(shown, 1):
-        places.setdefault(candidate.forecast.correction.reason, []).append(place)
+    for number, candidate in enumerate(shown, 1):
+        places.setdefault(candidate.forecast.correction.reason, []).append(number)
     if set(places) == {""}:
         return
     for reason, corrected in places.items():

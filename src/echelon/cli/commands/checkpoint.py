@@ -19,10 +19,10 @@ def list_run_checkpoints(run: RunArgument) -> None:
     from echelon.learn.checkpoint.folder import list_checkpoints
     from echelon.run.folder.remote_start import describe_remote
 
-    found = list_checkpoints(run)
-    for checkpoint in found:
+    checkpoints = list_checkpoints(run)
+    for checkpoint in checkpoints:
         show(f"step {checkpoint.step}  {checkpoint.path}")
-    if not found:
+    if not checkpoints:
         show(f"checkpoint: {run} has none yet")
     for line, _ in describe_remote(run, verify=False):
         show(line)
@@ -36,15 +36,15 @@ def verify(run: RunArgument) -> None:
     from echelon.run.folder.remote_start import describe_remote
 
     require_run(run)
-    found = list_checkpoints(run)
+    checkpoints = list_checkpoints(run)
     num_damaged = 0
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         faults = find_faults(checkpoint.path, checksums=True)
         if not checkpoint.path.exists():
             continue  # a live run removed it meanwhile
         show(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
         num_damaged += bool(faults)
-    if not found:
+    if not checkpoints:
         show(f"checkpoint: {run} has none yet")
     for line, is_damaged in describe_remote(run, verify=True):
         show(line)

@@ -61,8 +61,8 @@ def data(
         _show_source(counts, "train and held out" if is_divided else counts.stream)
     sequences = [("train", prepared.train), *((held_out.name, held_out.dataset) for held_out in prepared.validation)]
     for name, dataset in sequences:
-        known = f"{dataset.num_samples:,} sequences" if dataset is not prepared.streamed else "a stream of sequences"
-        show(f"{name}: {known} of {recipe.data.sequence_len}")
+        size = f"{dataset.num_samples:,} sequences" if dataset is not prepared.streamed else "a stream of sequences"
+        show(f"{name}: {size} of {recipe.data.sequence_len}")
     for line in (*describe_order(recipe, prepared), *describe_repeats(recipe, prepared)):
         show(line)
     for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
@@ -125,13 +125,13 @@ def _show_source(counts: "SourceCounts", use: str) -> None:
 
 def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast") -> None:
     """Show a document as text; target tokens are coloured on a terminal, in [[ ]] elsewhere."""
-    place = f"--- sequence {document.sequence}, document {document.number}: {document.ids.size:,} tokens"
+    title = f"--- sequence {document.sequence}, document {document.number}: {document.ids.size:,} tokens"
     coloured = sys.stdout.isatty()
     if document.learned[1:].all():
-        show(f"{place}, all learned but the first")
+        show(f"{title}, all learned but the first")
         show(_decode(tokenizer, document.ids.tolist()))
         return
-    show(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
+    show(f"{title}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
     parts = []
     for ids, learned in _runs(document):
         part = _decode(tokenizer, ids)

@@ -40,8 +40,8 @@ def doctor(
     launch = _read_launch(words or [], hosts)
     measured: dict[str, Any] = {}
     if launch.torchrun.hosts:
-        found, findings = _examine_hosts(launch)
-        measured = describe_links(found)
+        measured_links, findings = _examine_hosts(launch)
+        measured = describe_links(measured_links)
         for finding in [] if as_json else findings:
             show(_render(finding))
     else:

@@ -124,9 +124,9 @@ def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance
 
 def _check_options(target: str | None, hosts: str | None, instance: str | None) -> None:
     """Raise ConfigError for an option that has no meaning at this target."""
-    for option, given, only in (("--hosts", hosts, "torchrun"), ("--instance", instance, "sagemaker")):
-        if given is not None and target not in (only, None):
-            raise ConfigError(f"{option} {given} requires --to {only}, not {target}; remove one of them.")
+    for option, value, only in (("--hosts", hosts, "torchrun"), ("--instance", instance, "sagemaker")):
+        if value is not None and target not in (only, None):
+            raise ConfigError(f"{option} {value} requires --to {only}, not {target}; remove one of them.")
 
 
 def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":
@@ -176,11 +176,11 @@ def runs(
 
     if missing := [str(folder) for folder in folders or () if not folder.is_dir()]:
         raise ConfigError(f"{', '.join(missing)} is not a folder; give folders with runs, such as {RUNS}.")
-    found = [summarize_run(path) for path in find_runs(folders or [RUNS])]
+    runs = [summarize_run(path) for path in find_runs(folders or [RUNS])]
     if as_json:
-        show(json.dumps({"runs": [run.to_dict() for run in found]}))
-    elif found:
-        for line in render_summaries(found):
+        show(json.dumps({"runs": [run.to_dict() for run in runs]}))
+    elif runs:
+        for line in render_summaries(runs):
             show(line)
     else:
         show(f"no run below {', '.join(map(str, folders or [RUNS]))}")

@@ -67,13 +67,13 @@ def find_parameters(function: Callable[..., object]) -> dict[str, inspect.Parame
     A keyword parameter is an option, any other one an argument; `Annotated[..., typer.Option(...)]` gives what differs:
     other names, a metavar, limits, the help of an option of several commands.
     """
-    found: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     helps = read_docstring(function)[1]
     for name, parameter in inspect.signature(function).parameters.items():
         is_marked = get_origin(parameter.annotation) is Annotated
         kind, *marks = get_args(parameter.annotation) if is_marked else (parameter.annotation,)
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= {other: value for other, value in _find_added(marks[0]).items() if other not in found}
+            parameters |= {other: value for other, value in _find_added(marks[0]).items() if other not in parameters}
             continue
         fresh = typer.Option() if parameter.kind is parameter.KEYWORD_ONLY else typer.Argument()
         mark = copy(next((mark for mark in marks if isinstance(mark, ParameterInfo)), fresh))
@@ -81,19 +81,19 @@ def find_parameters(function: Callable[..., object]) -> dict[str, inspect.Parame
         if isinstance(mark, OptionInfo) and mark.default is ...:  # no name is given
             mark.param_decls = (f"--{name.replace('_', '-')}",)
         annotation = Annotated[_find_type(kind, parameter.default), mark]  # type: ignore[valid-type]
-        found[name] = parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=annotation)
-    return found
+        parameters[name] = parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=annotation)
+    return parameters
 
 
 def _find_added(mark: OptionsOf) -> dict[str, inspect.Parameter]:
     """The optional parameters of the functions of `mark`; the first function that has one counts."""
-    found: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for module, _, name in (place.partition(":") for place in mark.places):
         taken = find_parameters(getattr(import_module(f"echelon.cli.api.{module}"), name))
-        found = taken | found
+        parameters = taken | parameters
     return {
         name: parameter
-        for name, parameter in found.items()
+        for name, parameter in parameters.items()
         if name not in mark.without and parameter.default is not parameter.empty
     }
 

@@ -116,9 +116,9 @@ def report_failure(message: str, code: int, faults: Sequence[Fault] = ()) -> Non
 
 def report_usage(error: Any) -> None:
     """As `report_failure`, of a UsageError with `--json`."""
-    found = _HINT.fullmatch(error.format_message())
+    hint = _HINT.fullmatch(error.format_message())
     command = error.ctx.command_path if error.ctx else "echelon"
-    rule, near = (found["rule"], found["near"]) if found else (error.format_message(), None)
+    rule, near = (hint["rule"], hint["near"]) if hint else (error.format_message(), None)
     subject = _SUBJECT.search(rule)
     key = subject[0] if subject else None
     fix = f"did you mean {near}?" if near else f"see `{command} --help`"
@@ -148,18 +148,18 @@ def render_failure(message: str, code: int, faults: Sequence[Fault] = ()) -> str
 
 def _with_value(fault: Fault) -> Fault:
     """The fault about an option with its value, which in a message only a space divides from the rule."""
-    for given in _given(fault.key) if fault.value is None else ():
-        for shown in (given, repr(given)):
+    for value in _given(fault.key) if fault.value is None else ():
+        for shown in (value, repr(value)):
             if fault.rule is not None and fault.rule.startswith(shown):
-                return replace(fault, value=given, rule=fault.rule[len(shown) :].lstrip(" :,") or None)
+                return replace(fault, value=value, rule=fault.rule[len(shown) :].lstrip(" :,") or None)
     return fault
 
 
 def _given(option: str | None) -> Iterator[str]:
     """The values of an option on the command line."""
     if option is not None and option.startswith("--"):
-        for place, word in enumerate(sys.argv):
-            if word == option and sys.argv[place + 1 :]:
-                yield sys.argv[place + 1]
+        for index, word in enumerate(sys.argv):
+            if word == option and sys.argv[index + 1 :]:
+                yield sys.argv[index + 1]
             elif word.startswith(f"{option}="):
                 yield word.removeprefix(f"{option}=")

@@ -150,8 +150,8 @@ def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
     from echelon.run.lifecycle.session import train_as_rank, train_hosted
     from echelon.run.supervise.outcome import Outcome
 
-    if (place := find_host_dir()) is not None:
-        train_hosted(recipe, place)
+    if (host_dir := find_host_dir()) is not None:
+        train_hosted(recipe, host_dir)
     try:
         outcome = train_as_rank(recipe, fresh)
     except EchelonError as error:

@@ -126,10 +126,10 @@ def _check_places(job: JobSpec) -> None:
     for key, path in (("run.dir", str(recipe.run.dir)), *list_inputs(recipe)):
         writes = key == "run.dir"
         fit = [volume.mount for volume in volumes if not writes or _keeps_runs(volume)]
-        place = workdir / path
-        if not any(PurePosixPath(_normal(str(place))).is_relative_to(_normal(mount)) for mount in fit):
+        full_path = workdir / path
+        if not any(PurePosixPath(_normal(str(full_path))).is_relative_to(_normal(mount)) for mount in fit):
             raise ConfigError(
-                f"{key}={path} is {place} in the pods, which is not on a {'writable ' * writes}volume; use a path "
+                f"{key}={path} is {full_path} in the pods, which is not on a {'writable ' * writes}volume; use a path "
                 f"below {' or '.join(fit) or 'a writable volume that all pods share'}"
                 f"{f', or set {_KEY}.workdir' * writes}."
             )

@@ -126,8 +126,8 @@ def build_resources(job: JobSpec) -> dict[str, Any]:
         share = 0.9 * gpus / instance.gpus
         amounts = {"cpu": int(instance.vcpus * share), "memory": f"{int(instance.ram_gib * share)}Gi"}
     amounts |= {"nvidia.com/gpu": gpus, **job.recipe.launch.kubernetes.resources}
-    given = {name: str(amount) for name, amount in amounts.items() if str(amount) != "0"}
-    return {"limits": given, "requests": dict(given)} if given else {}
+    resources = {name: str(amount) for name, amount in amounts.items() if str(amount) != "0"}
+    return {"limits": resources, "requests": dict(resources)} if resources else {}
 
 
 def build_volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -149,8 +149,8 @@ def build_volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, An
         }
         named = {source: name for source, name in sources.items() if None not in name.values()}
         volumes.append({"name": f"volume-{index}", **(volume.source or named)})
-        place = {"mountPath": volume.mount, "subPath": volume.sub_path, "readOnly": volume.read_only or None}
-        mounts.append({"name": f"volume-{index}", **drop_empty(place)})
+        mount = {"mountPath": volume.mount, "subPath": volume.sub_path, "readOnly": volume.read_only or None}
+        mounts.append({"name": f"volume-{index}", **drop_empty(mount)})
     return volumes, mounts
 
 
@@ -182,8 +182,8 @@ def build_container_security(job: JobSpec) -> dict[str, Any]:
     """
     name, pod = find_kind(job).container, _patched(job, "securityContext")
     containers = patch_template(job, {"spec": {"containers": [{"name": name}]}})["spec"]["containers"]
-    own = next((entry.get("securityContext") or {} for entry in containers if entry["name"] == name), {})
-    is_restricted = {**pod, **own}.get("runAsNonRoot") is True
+    context = next((entry.get("securityContext") or {} for entry in containers if entry["name"] == name), {})
+    is_restricted = {**pod, **context}.get("runAsNonRoot") is True
     return {name: value for name, value in _RESTRICTED.items() if is_restricted and name not in pod}
 
 

@@ -183,7 +183,7 @@ class Machines:
 
     def admit(self) -> None:
         """Take in the machines that have connected, as far as there are places; the others wait for one."""
-        free = [place for place in range(1, len(self._places) + 1) if not self.is_there(place)]
+        free = [number for number in range(1, len(self._places) + 1) if not self.is_there(number)]
         with suppress(BlockingIOError):
             if not free:
                 return

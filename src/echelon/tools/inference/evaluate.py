@@ -72,19 +72,19 @@ def prepare_given(opened: OpenedModel, path: Path, scratch: Path) -> tuple[Valid
     """
     target, objective, length = opened.source, opened.trained_for, opened.plan.sequence_len
     recipe = read_run_recipe(target) if is_run(target) else None
-    wanted = objective.row.answers
-    source = _find_source(path, recipe, LABELLED_FORMAT if wanted == "labelled" else None)
+    expected = objective.row.answers
+    source = _find_source(path, recipe, LABELLED_FORMAT if expected == "labelled" else None)
     formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
     answers = find_answers(formats)
-    if answers not in (None, wanted) and not objective.scores_texts:
+    if answers not in (None, expected) and not objective.scores_texts:
         raise ConfigError(
             f"--data {path} contains {_KINDS[answers]}, which only a run with objective.name="
             f"{list_objectives(answers)} can be evaluated on; give text or conversations."
         )
-    if objective.scores_texts and answers != wanted:
-        assert wanted is not None
+    if objective.scores_texts and answers != expected:
+        assert expected is not None
         raise ConfigError(
-            f"--data {path} has other records than {_KINDS[wanted]}; {target} is a model that scores texts "
+            f"--data {path} has other records than {_KINDS[expected]}; {target} is a model that scores texts "
             f"(objective.name={objective.name}), and is evaluated on these alone."
         )
     opened.tokenizer.save_pretrained(scratch / "tokenizer")
@@ -100,9 +100,9 @@ def prepare_given(opened: OpenedModel, path: Path, scratch: Path) -> tuple[Valid
     )
     if recipe is not None:
         spec = _as_own(spec, recipe, formats)
-    elif wanted is not None:  # the end of a text is where it has its score
-        cut = length if wanted == "labelled" else None
-        options = InstructionOptions(answers=wanted, scores_texts=True, labels=objective.labels, max_text_tokens=cut)
+    elif expected is not None:  # the end of a text is where it has its score
+        cut = length if expected == "labelled" else None
+        options = InstructionOptions(answers=expected, scores_texts=True, labels=objective.labels, max_text_tokens=cut)
         spec = replace(spec, on_overlong="drop", instruction=options)
     with warnings_only("echelon.learn.data"):  # this text is neither trained on nor kept
         prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(opened.traits, opened.model.config))
@@ -127,18 +127,18 @@ def _find_source(path: Path, recipe: Recipe | None, records: str | None) -> Sour
 
 def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec:
     """Apply the sequence settings of a run's recipe; those for conversations only if the text has any."""
-    own = prepare_spec(recipe)
-    instruction = InstructionOptions(separator=own.separator)
+    run_spec = prepare_spec(recipe)
+    instruction = InstructionOptions(separator=run_spec.separator)
     if formats:
         answers = find_answers(formats)
-        instruction = replace(own.instruction, chat_template=None, answers=answers, takes_prompts=False)
+        instruction = replace(run_spec.instruction, chat_template=None, answers=answers, takes_prompts=False)
     return replace(
         spec,
-        separator=own.separator,
-        packing=own.packing,
-        document_mask=own.document_mask,
-        on_overlong=own.on_overlong,
-        max_broken_fraction=own.max_broken_fraction,
+        separator=run_spec.separator,
+        packing=run_spec.packing,
+        document_mask=run_spec.document_mask,
+        on_overlong=run_spec.on_overlong,
+        max_broken_fraction=run_spec.max_broken_fraction,
         instruction=instruction,
     )
 
@@ -176,15 +176,15 @@ def evaluate_model(
                 )
             sets, source, objective = open_held_out(target), "held-out text of the run", opened.objective
         else:
-            given, compares = prepare_given(opened, data, stack.enter_context(scratch_folder("eval")))
-            sets, source, objective = [given], str(data), opened.objective if compares else CausalLM()
-        found: dict[str, EvalResult] = {}
+            held_out_text, compares = prepare_given(opened, data, stack.enter_context(scratch_folder("eval")))
+            sets, source, objective = [held_out_text], str(data), opened.objective if compares else CausalLM()
+        by_set: dict[str, EvalResult] = {}
         for held_out in sets:
             # The size of a microbatch does not depend on the number of processes: rounding depends on it.
             size = min(opened.plan.micro_batch_size, max(1, held_out.dataset.num_samples))
             result = opened.evaluate(opened.held_out(held_out.dataset, micro_batch_size=size), objective)
-            found[held_out.name] = replace(result, bytes_per_token=held_out.bytes_per_token)
-        results = EvalResults(found)
+            by_set[held_out.name] = replace(result, bytes_per_token=held_out.bytes_per_token)
+        results = EvalResults(by_set)
         entropy = unigram_entropy([held_out.dataset for held_out in sets])
         entropies = {held_out.name: unigram_entropy([held_out.dataset]) for held_out in sets}
     return {
@@ -233,13 +233,13 @@ def evaluate_with_harness(
     from echelon.learn.benchmarks.harness_model import AnyPrefix  # lm-eval is there
 
     opened = OpenedModel(target, checkpoint, team or one_process(), may_score=False)
-    found: TaskScores | None = opened.run(
+    scores: TaskScores | None = opened.run(
         lambda: suite.score(AnyPrefix(opened.model, opened.tokenizer, _BATCH_SIZE), limit)
     )
     if opened.size > 1:
-        found = broadcast_object(found, opened.meshes.everyone)
-    assert found is not None, "the first process has the results"
-    return {task: dict(values) for task, values in found.numbers.items()}
+        scores = broadcast_object(scores, opened.meshes.everyone)
+    assert scores is not None, "the first process has the results"
+    return {task: dict(values) for task, values in scores.numbers.items()}
 
 
 def evaluate_task(
@@ -256,8 +256,8 @@ def evaluate_task(
     """
     examples = read_task(path)
     task = build_task(path.stem, examples)
-    found = evaluate_with_harness(target, [task], checkpoint=checkpoint, team=team)[path.stem]
+    scores = evaluate_with_harness(target, [task], checkpoint=checkpoint, team=team)[path.stem]
     names = [f"{name}{end}" for name in ("acc", "acc_norm", "acc_bytes") for end in ("", "_stderr")]
     guessed = sum(1 / len(example.choices) for example in examples) / len(examples)
     result: dict[str, Any] = {"task": path.stem, "examples": len(examples)}
-    return result | {name: found.get(name) for name in names} | {"random": guessed}
+    return result | {name: scores.get(name) for name in names} | {"random": guessed}

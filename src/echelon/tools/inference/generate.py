@@ -234,7 +234,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return the text before the first stop string."""
-    return text[: min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))]
+    return text[: min((start for string in stop if (start := text.find(string)) >= 0), default=len(text))]
 
 
 class TextStream:
