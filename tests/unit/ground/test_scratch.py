@@ -10,7 +10,7 @@ from pathlib import Path
 from echelon.ground.scratch import keep, scratch_folder, sweep
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from echelon.ground.file_lock import scratch_folder\n"
+    "import sys, time; from pathlib import Path; from echelon.ground.scratch import scratch_folder\n"
     "with scratch_folder(sys.argv[1], Path(sys.argv[2])) as folder:\n    print(folder, flush=True); time.sleep(60)\n"
 )
 

@@ -1,5 +1,6 @@
 """`echelon generate`: sample from a run or an HF folder, or talk to it: on a terminal, or by messages from a pipe."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgum
 from echelon.cli.commands.options import OptionsOf
 from echelon.cli.commands.terminal import log_to_stderr, show, show_made, show_piece
 from echelon.ground.errors import ConfigError
+from echelon.ground.stored import MAX_ROWS_BYTES, read_text
 
 if TYPE_CHECKING:
     from echelon.learn.distributed.runtime import Runtime as Team
@@ -121,8 +123,6 @@ def _check_conversation(out: Path | None, num_samples: int, num_processes: int |
 
 def _read_records(prompt: str | None, path: Path | None, as_chat: bool) -> list[dict[str, Any]]:
     """The records of the prompts: one for `--prompt`, or those of a file; none for a conversation."""
-    from echelon.tools.inference.generate import read_prompts
-
     if path is not None and prompt is None:
         return read_prompts(path)
     if path is None and prompt is not None:
@@ -130,6 +130,33 @@ def _read_records(prompt: str | None, path: Path | None, as_chat: bool) -> list[
     if as_chat and path is None:
         return []
     raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a file: the non-empty lines of a .txt, or .jsonl records with a `prompt` field."""
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"--prompts {path}: give a .txt with one prompt per line, or a .jsonl with a `prompt` field.")
+    try:
+        lines = read_text(path, MAX_ROWS_BYTES).split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}; give a text file in UTF-8.") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            records.append({"prompt": line} if path.suffix == ".txt" else _parse_record(path, number, line))
+    if not records:
+        raise ConfigError(f"--prompts {path} contains no prompt; give at least one line.")
+    return records
+
+
+def _parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"--prompts {path}, line {number} is not JSON: {error}; correct that line.") from error
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise ConfigError(f'--prompts {path}, line {number} has no string `prompt`; write {{"prompt": "..."}}.')
+    return record
 
 
 def _write_samples(

@@ -7,11 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import echelon
+from echelon.cli.commands.generate import read_prompts
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.sampling import Sampling, build_processors, draw_tokens
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
-from echelon.tools.inference.generate import TextStream, generate_samples, read_prompts
+from echelon.tools.inference.generate import TextStream, generate_samples
 from tests.families import small_config
 
 TEXT = "The café serves naïve résumés, 東京 and 👍🏽 to all. " * 20
