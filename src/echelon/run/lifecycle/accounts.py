@@ -24,8 +24,8 @@ from echelon.run.lifecycle.run_records import (
 )
 from echelon.run.lifecycle.saved_state import Restored
 from echelon.run.training.callbacks import Callback
+from echelon.run.training.evaluations import PromptSampler
 from echelon.run.training.heartbeat import Heartbeat
-from echelon.run.training.prompt_sampler import PromptSampler
 from echelon.run.training.run_log import Accounting
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.run.training.evaluations import Evaluations
-from echelon.run.training.pass_comparison import compare_passes, describe_passes
-from echelon.run.training.replicas import compare_replicas, describe_differences
+from echelon.run.training.replicas import compare_passes, compare_replicas, describe_differences, describe_passes
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 

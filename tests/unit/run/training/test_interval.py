@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from echelon.planner.reliability import best_interval_seconds, lost_fractions
 from echelon.recipe.load import parse_recipe
-from echelon.run.training.interval import SaveInterval
+from echelon.run.training.saver import SaveInterval
 from tests.unit.recipe_samples import SMALL
 
 HOUR = 3600.0
