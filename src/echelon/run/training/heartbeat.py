@@ -10,7 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from typing_extensions import override
+
 from echelon.ground.stored import write_text
+from echelon.run.training.callbacks import FinishedStep, Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +116,7 @@ class WaitingPeers:
         return self._folder / f"{kind}-{self._rank if rank is None else rank}"
 
 
-class Heartbeat:
+class Heartbeat(Monitor):
     """Calls `on_timeout` if no progress is reported for too long.
 
     Time counts only while this process runs: a job or laptop that was suspended does not time out when it resumes. It
@@ -163,6 +166,10 @@ class Heartbeat:
         with self._lock:
             self._longest_ticks = max(self._longest_ticks, self._silent_ticks)
             self._what, self._silent_ticks = what, 0
+
+    @override
+    def on_metrics(self, step: FinishedStep) -> None:
+        self.step(step.metrics.step + 2)
 
     def step(self, number: int) -> None:
         """Report that a step has ended and step `number` begins. Logs the limit when it is derived."""

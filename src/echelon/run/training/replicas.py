@@ -4,25 +4,31 @@ That detects silent faults of a processor or its memory.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from echelon.ground.errors import TrainingError
 from echelon.learn.data.own_batches import build_step_batch
 from echelon.learn.distributed.mesh import EXPERT_AXES, Grid, Meshes
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.synchronization import QUORUM
+from echelon.run.training.callbacks import Monitor
 
 if TYPE_CHECKING:
     from echelon.learn.learner import Learner
+    from echelon.run.training.run_log import Accounting
+    from echelon.run.training.saver import Saver
 
 # Ranks that differ only along these axes belong to the same pipeline stage. Replicas have copies in a quorum alone.
 _COPYING_AXES = ("replica", "dp_replicate", "dp_shard", "cp", "tp")
@@ -255,3 +261,51 @@ def describe_passes(found: list[OddPass], step: int) -> str:
         "(fault.verify_passes_every). Nothing was saved since all last agreed. Check that machine for a faulty "
         "processor or bad memory; run the same command again to resume from the newest checkpoint."
     )
+
+
+@dataclass(frozen=True)
+class RankComparison(Monitor):
+    """What ranks compare at an interval, and before each save, since a checkpoint has the weights of one replica.
+
+    Attributes:
+        every: the interval in steps.
+        event: the name of an event for each difference, a dataclass.
+        find: the differences after a step, the same on every rank. Collective.
+        describe: the message of a run that ends because of them.
+    """
+
+    every: int
+    event: str
+    find: Callable[[int], list[Any]]
+    describe: Callable[[list[Any], int], str]
+    saver: "Saver"
+    accounting: "Accounting"
+
+    @override
+    def needs_pause(self, done: int) -> bool:
+        return done % self.every == 0
+
+    @override
+    def on_pause(self, step: int) -> None:
+        """Raise TrainingError if ranks differ, after an event for each difference. Collective."""
+        if differences := self.find(step):
+            self.saver.wait()  # the pending save was compared before it began
+            for difference in differences:
+                self.accounting.event(self.event, step=step, **asdict(difference))
+            raise TrainingError(self.describe(differences, step))
+
+
+def build_comparisons(learner: "Learner", saver: "Saver", accounting: "Accounting") -> list[RankComparison]:
+    """Return what the recipe's `fault` has ranks compare: the weights of replicas, and results from the same tokens."""
+    fault, comparisons = learner.recipe.fault, []
+
+    def compare_weights(step: int) -> list[Any]:
+        return compare_replicas(learner.engine.state_dict(), learner.meshes)
+
+    for every, event, find, describe in (
+        (fault.verify_replicas_every, "replicas_differ", compare_weights, describe_differences),
+        (fault.verify_passes_every, "passes_differ", partial(compare_passes, learner), describe_passes),
+    ):
+        if every is not None:
+            comparisons.append(RankComparison(every, event, find, describe, saver, accounting))
+    return comparisons

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_duration
@@ -31,6 +32,7 @@ from echelon.recipe.document import Recipe
 from echelon.run.folder.cost import name_limit
 from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.training.bad_steps import StepJudge
+from echelon.run.training.callbacks import FinishedStep, Monitor
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import SavedState, TrainState
 
@@ -103,7 +105,7 @@ class RunContents:
         return [state] if outer is None or self.meshes.is_one_model else gather_objects(state, outer)
 
 
-class SaveInterval:
+class SaveInterval(Monitor):
     """Decides after which steps the run is saved, the same on every rank."""
 
     def __init__(self, recipe: Recipe, num_samples: int, num_devices: int, step: int) -> None:
@@ -122,9 +124,9 @@ class SaveInterval:
         """Whether a save is due after this number of steps."""
         return self._rhythm.is_due(done) if self._rhythm is not None else done >= self._next
 
-    def saw_step(self, seconds: float) -> None:
-        """Record the duration of a step."""
-        self._step_seconds.append(seconds)
+    @override
+    def on_metrics(self, step: FinishedStep) -> None:
+        self._step_seconds.append(step.seconds)
 
     def learn(self, done: int, stall_seconds: float, write_seconds: float, group: dist.ProcessGroup) -> str | None:
         """After a save, choose the next one; return a line for the user if the interval has changed. Collective.
@@ -162,7 +164,7 @@ class SaveInterval:
 
 
 class Saver:
-    """Decides when a run is saved, and saves it. Every method except `snapshot_due` and `saw_step` is collective.
+    """Decides when a run is saved, and saves it. Every method except `snapshot_due` is collective.
 
     `save` and the methods that call it raise CheckpointError at the third consecutive failure.
     """
@@ -183,7 +185,7 @@ class Saver:
         self.keeps_best = recipe.checkpoint.keep_best
         self._budget = recipe.budget
         self._notice_seconds = recipe.fault.notice_seconds
-        self._interval = interval
+        self.interval = interval
         self._accounting = accounting
         self._everyone = everyone
         self._has_warned = False
@@ -194,22 +196,18 @@ class Saver:
         Must be called once after every step, by every rank: after some steps the ranks communicate about a pending
         save.
         """
-        return self._interval.is_due(done) or self.store.agree_on_retry(done)
+        return self.interval.is_due(done) or self.store.agree_on_retry(done)
 
     def snapshot_due(self, done: int) -> bool:
         """Whether a snapshot is due after this step."""
         return self.snapshots.is_due(done)
-
-    def saw_step(self, seconds: float) -> None:
-        """Record the duration of a step."""
-        self._interval.saw_step(seconds)
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint in the background."""
         keep = state.best_step if self.keeps_best else None
         described = self.contents.describe(state, self._accounting.goodput)
         self.store.save(state.step, self.contents.tensors(), described, keep)
-        self._accounting.tell_save(state.step)
+        self._accounting.tell("on_save", state.step)
 
     def save_and_learn(self, state: TrainState) -> None:
         """Save between two steps, and report the cost to the save interval."""
@@ -217,7 +215,7 @@ class Saver:
         with self._accounting.pausing("saving"):
             self.save(state)
         stall = time.monotonic() - started
-        news = self._interval.learn(state.step, stall, self.store.write_seconds or 0.0, self._everyone)
+        news = self.interval.learn(state.step, stall, self.store.write_seconds or 0.0, self._everyone)
         if news is not None:
             logger.info(news)
         self._warn_of_slow_saves()
