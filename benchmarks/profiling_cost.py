@@ -26,8 +26,7 @@ from echelon.planner.hardware.detection import detect_cluster
 from echelon.planner.hardware.heap import keep_freed_memory
 from echelon.recipe.load import load_recipe
 from echelon.run.lifecycle.setup import prepare_run
-from echelon.run.training import profiler, training_step
-from echelon.run.training import run_log as accounting
+from echelon.run.training import meters, profiler, training_step
 from echelon.run.training.profiler import Recorder
 from measuring import describe_machine
 from overhead import RECIPE, SIZES
@@ -65,13 +64,13 @@ def counted(echelon, wanted):
     if wanted:
         yield
         return
-    read, accounting.read_own_time = accounting.read_own_time, lambda: 0.0
+    read, meters.read_own_time = meters.read_own_time, lambda: 0.0
     traffic.stop_counting()
     try:
         yield
     finally:
-        accounting.read_own_time = read
-        echelon.trainer.accounting.traffic = traffic.count_traffic()
+        meters.read_own_time = read
+        echelon.trainer.accounting.meter.traffic = traffic.count_traffic()
 
 
 class Probe:
@@ -96,7 +95,9 @@ def run_block(echelon, folder, steps, name):
     first = echelon.trainer.state.step + WARMUPS + 1
     recorded = None if options is None else (first, steps)
     profiler.profile = lambda **given: profile(**(given | (options or {})))
-    echelon.trainer.recorder = Recorder(echelon.runtime.device, lambda step: folder / "trace.json.gz", recorded)
+    recorder = Recorder(echelon.runtime.device, lambda step: folder / "trace.json.gz", recorded)
+    accounting = echelon.trainer.accounting
+    accounting.monitors = [recorder if isinstance(each, Recorder) else each for each in accounting.monitors]
     probe.seconds.clear()
     with regions_named(name != BARE), counted(echelon, name != UNCOUNTED):
         rows = echelon.run(WARMUPS + steps)

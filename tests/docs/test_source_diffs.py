@@ -17,6 +17,7 @@ ADDED = {
     "src/echelon/learn/optimizer/sign.py",
     "src/echelon/learn/data/readers/mail.py",
     "src/echelon/learn/objectives/focal.py",
+    "src/echelon/run/training/machine_load.py",
 }
 MAIL = "From a@example.com Mon Jan  1 00:00:00 2024\nSubject: {0}\n\nThe number of this message is {0}.\n\n"
 RECIPE = {
@@ -53,7 +54,7 @@ def apply(diff, folder):
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
-    """A copy of the source with the three diffs applied, and a recipe that uses the added classes."""
+    """A copy of the source with the diffs applied, and a recipe that uses the added classes."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     before = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
@@ -64,9 +65,9 @@ def changed(tmp_path_factory):
     after = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
     assert after.keys() - before.keys() == ADDED
     changed = [name for name in before if after[name] != before[name]]
-    assert changed == ["src/echelon/recipe/names.py"]
-    lines = [set(text[changed[0]].splitlines()) for text in (before, after)]
-    assert len(lines[1] - lines[0]) == len(ADDED) and lines[0] <= lines[1], "one line each"
+    assert sorted(changed) == ["src/echelon/recipe/names.py", "src/echelon/run/lifecycle/assemble.py"]
+    lines = [{line for name in changed for line in text[name].splitlines()} for text in (before, after)]
+    assert len(lines[1] - lines[0]) == len(ADDED) + 1 and lines[0] <= lines[1], "one line each, and an import"
     (folder / "box.mbox").write_text("".join(map(MAIL.format, range(300))))
     (folder / "recipe.json").write_text(json.dumps(RECIPE))
     return folder
@@ -90,7 +91,7 @@ def test_added_classes_are_found_by_name(changed):
 def test_added_classes_train(changed):
     run(changed, "-m", "echelon", "train", "recipe.json", "--nproc", "2")
     rows = [json.loads(line) for line in (changed / "runs" / "added" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    losses = [row["loss"] for row in rows if row["kind"] == "train" and row["load_average"] >= 0]
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 

@@ -69,7 +69,7 @@ def test_tests_and_benchmarks_use_what_is_public():
 def test_it_finds_what_it_forbids():
     names = {"_decoder", "_merge", "_own"}
     tree = ast.parse(
-        "from echelon.run.training.diagnosis import _merge\n"
+        "from echelon.run.training.bad_steps import _merge\n"
         "from transformers.modeling import _other\n"
         "class Own(Base):\n"
         "    def __init__(self):\n"
@@ -79,6 +79,6 @@ def test_it_finds_what_it_forbids():
         "monkeypatch.setattr(engine, '_merge', None)\n"
     )
     assert sorted(find_reaches(tree, names)) == [
-        "echelon.run.training.diagnosis._merge", "engine._merge", "getattr(engine, '_merge')"
+        "echelon.run.training.bad_steps._merge", "engine._merge", "getattr(engine, '_merge')"
     ]  # fmt: skip
     assert "_retries" in read_names_of_echelon() and len(list_files()) > 300

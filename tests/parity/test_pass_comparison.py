@@ -10,7 +10,7 @@ from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import Grid
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.document import Recipe
-from echelon.run.training.pass_comparison import OddPass, describe_compared, find_odd_passes
+from echelon.run.training.replicas import OddPass, describe_compared, find_odd_passes
 from echelon.run.training.training_step import TrainingStep
 from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
 from tests.unit.planner.test_search import fields

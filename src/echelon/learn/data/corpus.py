@@ -9,7 +9,7 @@ from pathlib import Path
 from echelon.ground.errors import DataError
 from echelon.learn.data.file_walk import LeftOut
 from echelon.learn.data.readers import count_documents
-from echelon.learn.data.readers.record import ExampleFields, Reading, SourceFile
+from echelon.learn.data.readers.record import Reading, SourceFile
 from echelon.learn.data.source import Source, list_files
 
 
@@ -91,7 +91,7 @@ def describe_left_out(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
 def describe_examples(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
     """Yield a line with the format of each source whose records are examples."""
     for entry in corpus:
-        kinds = {file.fields.format for file in entry.files if isinstance(file.fields, ExampleFields)}
+        kinds = {file.fields.format for file in entry.files if file.fields.format is not None}
         if kinds:
             yield f"{entry.source.key}: records of format {', '.join(kinds)} in {entry.source.path}"
 

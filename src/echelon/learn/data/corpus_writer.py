@@ -25,7 +25,7 @@ from echelon.learn.data.corpus import CorpusEntry, choose_by_hash, corpus_bytes
 from echelon.learn.data.oddities import describe_oddity
 from echelon.learn.data.packing import write_packs
 from echelon.learn.data.readers import name_place
-from echelon.learn.data.readers.record import Broken, Odd
+from echelon.learn.data.readers.record import Broken
 from echelon.learn.data.resume import EntryState, SinkState, WritingJournal, shard_prefix
 from echelon.learn.data.sinks import Sink, open_sink
 from echelon.learn.data.source import Source
@@ -122,14 +122,10 @@ class CorpusWriter:
         entry, limit = state.entries[index], self._corpus[index].source.max_samples
         for item in result.found:
             room = None if limit is None else limit - entry.records
-            begins = isinstance(item, Broken) or (isinstance(item, Piece) and item.is_first)
+            begins = isinstance(item, Broken) or item.is_first
             entry.is_full = entry.is_full or (room == 0 and begins)
             if entry.is_full:
                 break
-            if isinstance(item, Odd):
-                count, where = entry.odd.get(item.problem, (0, name_place(item)))
-                entry.odd[item.problem] = (count + 1, where)
-                continue
             if isinstance(item, Broken):
                 self._leave_out(index, item if room is None else replace(item, count=min(item.count, room)))
                 continue
@@ -137,6 +133,9 @@ class CorpusWriter:
                 state.stream = self._choose_stream(index, item)
             if state.stream is not None:
                 self._sinks[state.stream].append(item)
+            for odd in item.oddities:
+                count, where = entry.odd.get(odd.problem, (0, name_place(odd)))
+                entry.odd[odd.problem] = (count + 1, where)
         entry.num_tasks += 1
         state.done_bytes += result.num_bytes
 

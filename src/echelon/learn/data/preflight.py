@@ -15,7 +15,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.data.catalog import TARGETS_DTYPE, Manifest
 from echelon.learn.data.conversation import Conversation
 from echelon.learn.data.instruction import InstructionEncoding
-from echelon.learn.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
+from echelon.learn.data.readers.record import BrokenRecordError, SourceFile
 from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.shards import TokenStore
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_template
@@ -65,7 +65,7 @@ def build_instruction_encoding(
     The template in use becomes the tokenizer's own, so that it is saved with it. Raises ConfigError, with the fix, for
     a combination that does not work.
     """
-    formats = {file.fields.format for file in files if isinstance(file.fields, ExampleFields)}
+    formats = {file.fields.format for file in files if file.fields.format is not None}
     _check_formats(options, formats)
     template, where = _choose_template(options, tokenizer, formats)
     if not formats:

@@ -40,7 +40,6 @@ from echelon.learn.data.panics import panics_told
 from echelon.learn.data.preflight import build_instruction_encoding, check_stops_learned
 from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
-from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.resume import has_progress
 from echelon.learn.data.shared_folders import SharedFolders
 from echelon.learn.data.split import describe_split, warn_of_small_sets
@@ -159,8 +158,7 @@ def _check_places(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> None:
     """Raise ConfigError for addresses without `data.stream`, and for prompts with it."""
     if spec.stream is not None:
         for entry in corpus:
-            fields = (file.fields for file in entry.files)
-            if any(isinstance(columns, ExampleFields) and columns.format == PROMPT_FORMAT for columns in fields):
+            if any(file.fields.format == PROMPT_FORMAT for file in entry.files):
                 raise ConfigError(
                     f"{entry.source}: data.stream does not go with prompts, whose records a reward reads at any time; "
                     "remove data.stream, and copy them to this machine if they are at an address."
@@ -289,13 +287,13 @@ def _sample_rule(
 
 
 def _has_examples(corpus: Sequence[CorpusEntry]) -> bool:
-    return any(isinstance(file.fields, ExampleFields) for entry in corpus for file in entry.files)
+    return any(file.fields.format is not None for entry in corpus for file in entry.files)
 
 
 def _sources_with_ends(corpus: Sequence[CorpusEntry]) -> Iterator[str]:
     """Yield the sources whose samples end with a token of the template or the separator: all except given ids."""
     for entry in corpus:
-        if all(isinstance(file.fields, ExampleFields) and file.fields.format != "tokens" for file in entry.files):
+        if all(file.fields.format is not None and file.fields.format != "tokens" for file in entry.files):
             yield entry.source.key
 
 

@@ -25,7 +25,7 @@ from echelon.learn.data.readers import field_names, find_reader, guess_format
 from echelon.learn.data.readers.arrays import is_array
 from echelon.learn.data.readers.datasets import find_hub_files, find_on_hub, is_saved_dataset, list_saved_dataset
 from echelon.learn.data.readers.megatron import is_megatron_index
-from echelon.learn.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
+from echelon.learn.data.readers.record import EITHER_FIELD, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
 from echelon.learn.data.stream.addresses import fetch, find_objects, is_address, join_infos, slowness_told
 from echelon.recipe.data_formats import (
@@ -374,16 +374,16 @@ def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool
     return not fields.isdisjoint(PLAIN_FIELDS) or recognise_format(fields) is not None
 
 
-def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields | ExampleFields:
+def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields:
     renames = tuple(sorted(source.fields.items()))
     is_plain = bool(renames) and all(name in PLAIN_FIELDS for name in source.fields)
     if source.format in RECORD_FORMATS and source.format != "tokens":
-        return ExampleFields(source.format, renames)
+        return Fields(source.format, renames)
     if source.records is not None:
-        return ExampleFields(source.records, renames)
+        return Fields(source.records, renames)
     form = None if is_plain else _recognise(source, records)
     if form is not None:
-        return ExampleFields(form, renames)
+        return Fields(form, renames)
     if not is_plain and renames:
         raise DataError(
             f"{source.key}.fields: with these names, the first record of {records[0].path} does not have the fields of "
@@ -391,8 +391,8 @@ def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields
             f"of {', '.join(RECORD_FORMATS)}."
         )
     if renames:
-        return Fields(source.fields.get("text"), source.fields.get("input_ids"))
-    return Fields(text=None) if source.format == "tokens" else EITHER_FIELD
+        return Fields(names=tuple((name, source.fields[name]) for name in PLAIN_FIELDS if name in source.fields))
+    return Fields(names=(("input_ids", "input_ids"),)) if source.format == "tokens" else EITHER_FIELD
 
 
 def _recognise(source: NamedFields, records: Sequence[SourceFile]) -> str | None:

@@ -11,7 +11,7 @@ from echelon.learn.data.conversation import check_answers
 from echelon.learn.data.corpus import CorpusEntry
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.readers import read_records
-from echelon.learn.data.readers.record import Broken, BrokenRecordError, ExampleFields, Reading, Record, SourceFile
+from echelon.learn.data.readers.record import Broken, BrokenRecordError, Reading, Record, SourceFile
 from echelon.learn.data.tokenize import Task, plan_tasks
 
 
@@ -85,8 +85,7 @@ class TextSample:
         counts, source = self._counts[index], self._entries[index].source
         if isinstance(record, Record) and isinstance(record.content, Mapping):
             try:
-                format = file.fields.format if isinstance(file.fields, ExampleFields) else None
-                check_answers(parse_example(record.content, format), self._train_on)
+                check_answers(parse_example(record.content, file.fields.format), self._train_on)
             except BrokenRecordError as error:
                 record = Broken(file, record.position, str(error))
         if isinstance(record, Record):

@@ -30,7 +30,6 @@ from echelon.learn.data.readers.record import (
     Broken,
     BrokenRecordError,
     Content,
-    Odd,
     Reading,
     Record,
     SourceFile,
@@ -95,7 +94,8 @@ class Piece:
 
     `hash` and `digest` belong to the document and are set if `is_first`, else 0 and None; `digest` only if requested.
     The sample of a record is one piece: `lengths` of its documents, `targets` `[n]`, a mark for the tokens with loss.
-    `record`: the record itself as JSON, of a prompt whose answers will be judged by it.
+    `record`: the record itself as JSON, of a prompt whose answers will be judged by it. `oddities`: what is odd about
+    the record, which is used nevertheless.
     """
 
     tokens: Tokens
@@ -108,13 +108,14 @@ class Piece:
     lengths: tuple[int, ...] = ()
     record: bytes | None = None
     lost_tokens: int = 0
+    oddities: tuple[Broken, ...] = ()
 
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """The result of a task: pieces of documents, broken records and odd records, in order."""
+    """The result of a task: pieces of documents and broken records, in order."""
 
-    found: list[Piece | Broken | Odd]
+    found: list[Piece | Broken]
     num_bytes: int
 
 
@@ -153,7 +154,7 @@ class TaskEncoder:
         records = [(span.file, record) for span in task.spans for record in read_records(span, reading)]
         contents = [record.content for _, record in records if isinstance(record, Record)]
         texts = iter(self._encode_all(records, [content for content in contents if isinstance(content, bytes)]))
-        items: list[Piece | Broken | Odd] = []
+        items: list[Piece | Broken] = []
         for file, record in records:
             if isinstance(record, Broken):
                 items.append(record)
@@ -161,8 +162,6 @@ class TaskEncoder:
                 try:
                     with self._panics_told(file, record):
                         items.append(self._make_sample(record, record.content, file))
-                    odd = find_oddities(self._parse(record.content))
-                    items += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
                     items.append(Broken(file, record.position, str(error)))
                 except ConfigError as error:  # an error of the template that this record triggers
@@ -224,6 +223,7 @@ class TaskEncoder:
             lengths=tuple(document.stored_ids.size for document in documents),
             record=serialize_example(example[WHOLE_RECORD]) if WHOLE_RECORD in example else None,
             lost_tokens=sum(document.lost_tokens for document in documents),
+            oddities=tuple(Broken(file, record.position, what) for what in find_oddities(self._parse(example))),
         )
 
     def _check(self, ids: Content, file: SourceFile) -> Tokens:

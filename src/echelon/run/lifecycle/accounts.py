@@ -1,7 +1,6 @@
 """Opens what records a run on one rank: its journal, its goodput, the rows of its steps; and describes the start."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,9 +22,9 @@ from echelon.run.lifecycle.run_records import (
     record_beginning,
 )
 from echelon.run.lifecycle.saved_state import Restored
-from echelon.run.training.callbacks import Callback
+from echelon.run.training.evaluations import PromptSampler
 from echelon.run.training.heartbeat import Heartbeat
-from echelon.run.training.prompt_sampler import PromptSampler
+from echelon.run.training.meters import StepMeter
 from echelon.run.training.run_log import Accounting
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ def open_accounting(
     recovery: RecoveryWatch | None,
     restored: Restored,
     heartbeat: Heartbeat,
-    callbacks: Sequence[Callback],
     sampler: PromptSampler | None,
 ) -> Accounting:
     """Open what records the run; on rank 0, which has `recovery`, record and describe this start. Collective."""
@@ -58,7 +56,7 @@ def open_accounting(
         sequence_len=recipe.data.sequence_len,
         num_trained=None if learner.plan.adapter is None else learner.plan.adapter.num_trained_matmul_parameters,
     )
-    accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heartbeat, journal, callbacks)
+    accounting = Accounting(StepMeter(device, recipe.train.log_every, find_mfu), goodput, heartbeat, journal)
     if held is not None:
         accounting.make_up(restored.state.step, held.rows)
     elif recovery is not None:

@@ -20,6 +20,7 @@ from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.loop_run import run_loop
 from echelon.run.training.pauses import Pauses
 from echelon.run.training.profiler import build_recorder
+from echelon.run.training.replicas import build_comparisons
 from echelon.run.training.rollback import BadStepHandler
 from echelon.run.training.straggler import build_straggler_watch
 from echelon.run.training.trainer import Trainer
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from echelon.ground.launch_environment import LastEnd
     from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
     from echelon.recipe.document import Recipe
-    from echelon.run.training.callbacks import Callback
+    from echelon.run.training.callbacks import Callback, Monitor
     from echelon.run.training.replica_state import HeldState
+    from echelon.run.training.run_log import Accounting
+    from echelon.run.training.saver import Saver
 
 
 def build_trainer(
@@ -90,7 +93,7 @@ def assemble(
         if learner.memory is not None and restored.held is None:
             whole = learner.memory.frozen_models + judge.frozen_bytes
             learner.memory = replace(learner.memory, frozen_models=whole)
-    accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heartbeat, callbacks, sampler)
+    accounting = open_accounting(learner, feed, folder, runtime, recovery, restored, heartbeat, sampler)
     if restored.held is not None:
         stop.agreed = restored.held.stopped_by
     saver = build_saver(learner, restored, accounting)
@@ -103,11 +106,26 @@ def assemble(
         saver,
         BadStepHandler(recipe.fault, step, saver, accounting),
         restored.state,
-        build_recorder(recipe.profile, folder, runtime, heartbeat.resting),
-        build_straggler_watch(learner.meshes, recipe.fault.on_straggler, folder.slow_path),
     )
+    accounting.monitors = build_monitors(learner, folder, runtime, accounting, saver)
+    accounting.callbacks = callbacks if accounting.journal is not None else ()
     if recipe.loop is not None:
         trainer.loop = partial(run_loop, find_loop(recipe.loop), judge)
     if restored.held is not None:  # a group of replicas ended before this work was done
         trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save
     return trainer
+
+
+def build_monitors(
+    learner: Learner, folder: RunFolder, runtime: Runtime, accounting: "Accounting", saver: "Saver"
+) -> list["Monitor"]:
+    """Build what watches a run on every rank, in the order in which each hook is called. Collective."""
+    recipe, journal, heartbeat = learner.recipe, accounting.journal, accounting.heartbeat
+    return [
+        accounting.meter,
+        heartbeat,
+        saver.interval,
+        build_straggler_watch(learner.meshes, recipe.fault.on_straggler, folder.slow_path, journal),
+        build_recorder(recipe.profile, folder, runtime, heartbeat.resting),
+        *build_comparisons(learner, saver, accounting),
+    ]

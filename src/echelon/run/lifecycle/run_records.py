@@ -30,8 +30,7 @@ from echelon.run.journal.journal import Journal
 from echelon.run.journal.network import NetworkWatch
 from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.journal.trackers import start_trackers
-from echelon.run.training.pass_comparison import describe_compared
-from echelon.run.training.replicas import describe_replicas
+from echelon.run.training.replicas import describe_compared, describe_replicas
 from echelon.run.training.state import GoodputState, SavedState, TrainState
 from echelon.run.training.trainer import Trainer
 

@@ -20,12 +20,10 @@ from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.folder.upload import Uploader
 from echelon.run.training.bad_steps import StepJudge
-from echelon.run.training.contents import RunContents
-from echelon.run.training.interval import SaveInterval
 from echelon.run.training.replica_state import HeldState, heal
 from echelon.run.training.rollback import find_suppressed
 from echelon.run.training.run_log import Accounting
-from echelon.run.training.saver import Saver
+from echelon.run.training.saver import RunContents, SaveInterval, Saver
 from echelon.run.training.state import SavedState, TrainState
 
 logger = logging.getLogger(__name__)

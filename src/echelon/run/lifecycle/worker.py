@@ -68,8 +68,7 @@ if TYPE_CHECKING:
 
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe.document import Recipe
-    from echelon.run.training.heartbeat import Heartbeat
-    from echelon.run.training.waiting_peers import WaitingPeers
+    from echelon.run.training.heartbeat import Heartbeat, WaitingPeers
 
 logger = logging.getLogger(__name__)
 
@@ -205,8 +204,7 @@ def build_heartbeat(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "H
     """The watchdog that ends this rank when training hangs."""
     # Imported before a hang, because the disk may be what hangs.
     from echelon.run.training.flight_record import write_record
-    from echelon.run.training.heartbeat import Heartbeat
-    from echelon.run.training.waiting_peers import WaitingPeers
+    from echelon.run.training.heartbeat import Heartbeat, WaitingPeers
 
     peers = None
     if shares_files():

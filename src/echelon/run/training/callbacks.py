@@ -1,10 +1,16 @@
-"""Callbacks: hooks for user code in a training run."""
+"""Callbacks: hooks for user code in a training run, and for the monitors that watch the run on every rank."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from echelon.ground.extensions import build_named
 from echelon.recipe.training import CallbackConfig
+
+if TYPE_CHECKING:
+    from echelon.run.training.metrics import StepMetrics
+    from echelon.run.training.state import TrainState
 
 
 class Callback:
@@ -29,6 +35,46 @@ class Callback:
 
     def on_end(self) -> None:
         """Training ends for any reason: at its last step, early, on request or by an error."""
+
+
+@dataclass
+class FinishedStep:
+    """A step that all ranks have finished, as monitors see it before its row is written.
+
+    Attributes:
+        metrics: its metrics over all ranks.
+        seconds: its duration on this rank.
+        state: the counters after it.
+        measured: what monitors have measured, for its row in metrics.jsonl, by key.
+        stop_cause: why the run must stop after it, the same on every rank.
+    """
+
+    metrics: "StepMetrics"
+    seconds: float
+    state: "TrainState"
+    measured: dict[str, Any] = field(default_factory=dict)
+    stop_cause: str | None = None
+
+
+class Monitor(Callback):
+    """Base class of what watches a run on every rank. Its hooks are those of a callback, and these.
+
+    A hook may be collective if every rank then calls it: it must depend only on what all ranks know.
+    """
+
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """Return the scope of a step on this rank, by its index from 0."""
+        return nullcontext()
+
+    def on_metrics(self, step: FinishedStep) -> None:
+        """Receives a step at least one step later, and may add to its row, or give a cause to stop."""
+
+    def needs_pause(self, done: int) -> bool:
+        """Whether training must pause after this many steps, for `on_pause`. The same on every rank."""
+        return False
+
+    def on_pause(self, step: int) -> None:
+        """Training pauses after this many steps, before any evaluation or save. Raises TrainingError to end the run."""
 
 
 def build_callbacks(configs: Sequence[CallbackConfig]) -> list[Callback]:

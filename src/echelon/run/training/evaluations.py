@@ -2,21 +2,27 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from echelon.ground.stop_request import StopRequest, agreed_stop
+from echelon.learn.answers.generation import continue_prompts, find_end
+from echelon.learn.answers.sampling import Sampling, row_seed
 from echelon.learn.data.loader import Microbatch
+from echelon.learn.data.panics import panics_told
 from echelon.learn.data.prepared import ValidationSet
+from echelon.learn.distributed.objects import broadcast_object
+from echelon.learn.engines.engine import Evaluation
 from echelon.learn.evaluation import EvalResult, EvalResults
 from echelon.learn.sync import Synchronizer
 from echelon.recipe.batches import Rhythm
-from echelon.run.training.prompt_sampler import PromptSampler
+from echelon.run.training.evaluation_checks import TASKS, encode_prompts
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
@@ -24,12 +30,112 @@ if TYPE_CHECKING:
     from echelon.learn.answers.judging import AnswerJudge
     from echelon.learn.benchmarks.harness import TaskScores
     from echelon.learn.learner import Learner
-    from echelon.run.training.benchmarks import Benchmarks
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BATCHES = 200
 ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
+_PASSES_PER_LOOK = 16  # and in a benchmark for as many forward passes
+
+
+class Benchmarks:
+    """The tasks of `evaluate.tasks`, which lm-eval runs on the ranks that train; they are loaded once.
+
+    Training goes on as if they had not run: see `Tasks.score`.
+    """
+
+    def __init__(self, learner: "Learner") -> None:
+        """Find the tasks. Raises ConfigError as `open_tasks`."""
+        from echelon.learn.benchmarks.harness import open_tasks  # it needs lm-eval
+
+        self._learner = learner
+        self._tasks = open_tasks(learner.recipe.evaluate.tasks, TASKS)
+
+    @cached_property
+    def rhythm(self) -> Rhythm:
+        """The steps after which the tasks run."""
+        return self._learner.recipe.task_rhythm(self._learner.data.train.num_samples)
+
+    def run(self, look: Callable[[], None]) -> "TaskScores":
+        """Return the metrics of all tasks, the same on every rank. Collective.
+
+        `look`: called now and then, on all ranks between the same passes. It may raise to end the run of the tasks.
+        """
+        from echelon.learn.benchmarks.harness import quiet_harness
+        from echelon.learn.benchmarks.harness_model import TrainingModel  # lm-eval is there
+
+        learner, num_passes = self._learner, 0
+
+        def before_pass() -> None:
+            nonlocal num_passes
+            num_passes += 1
+            if num_passes % _PASSES_PER_LOOK == 0:
+                look()
+
+        with learner.engine.evaluation(learner.objective) as evaluation, quiet_harness():
+            model = TrainingModel(learner, evaluation, before_pass)
+            measured = self._tasks.score(model, learner.recipe.evaluate.tasks_limit, resamples=False)
+        scores = broadcast_object(measured, learner.meshes.everyone)
+        assert scores is not None, "the first rank has the results"
+        return scores
+
+
+class PromptSampler:
+    """Continues the same prompts with the same random draws at every evaluation.
+
+    The draws equal those of `echelon generate` with default settings and the run's seed. Each token is a forward pass,
+    also after all samples have ended: every rank runs the same passes.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        max_tokens: int,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[int],
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`stops`: token ids that end a sample."""
+        self.prompts = tuple(prompts)
+        self._tokenizer = tokenizer
+        self._stops = frozenset(stops)
+        self._ids = encode_prompts(prompts, tokenizer)
+        self._max_tokens = max_tokens
+        self._seed = seed
+        self._device = device
+
+    def describe(self) -> str:
+        """Describe the cost in one line."""
+        return (
+            f"samples: {len(self.prompts)} prompts, {self._max_tokens} tokens each: {self._max_tokens} forward passes "
+            "per evaluation"
+        )
+
+    def run(self, evaluation: Evaluation, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Return the prompts with their continuations. Collective: all ranks run the same passes and draws.
+
+        `beat` is called before each forward pass.
+        """
+        seeds = [row_seed(self._seed, prompt, 0) for prompt in self.prompts]
+        sampling = Sampling(self._max_tokens)
+
+        def agree(goes_on: bool) -> bool:
+            beat()
+            return goes_on
+
+        beat()
+        continuations = continue_prompts(
+            evaluation, self._ids, sampling, seeds, self._device, lambda number, tokens: False, agree
+        )
+        return [
+            self._decode(ids + continued.tokens[: find_end(continued.tokens, self._stops)])
+            for ids, continued in zip(self._ids, continuations, strict=True)
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        with panics_told(self._tokenizer.name_or_path, "a sample of evaluate.prompts"):
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Interrupted(Exception):
@@ -47,7 +153,7 @@ class Evaluations:
     stop: StopRequest
     judge: "AnswerJudge | None" = None
     """What evaluates a recipe with rewards."""
-    benchmarks: "Benchmarks | None" = None
+    benchmarks: Benchmarks | None = None
     """What runs `evaluate.tasks`."""
 
     @cached_property
@@ -159,11 +265,7 @@ def build_evaluations(
     judge: "AnswerJudge | None" = None,
 ) -> Evaluations | None:
     """Build the evaluations of a run, if there is held-out text or a benchmark."""
-    benchmarks = None
-    if learner.recipe.evaluate.tasks:
-        from echelon.run.training.benchmarks import Benchmarks  # it needs lm-eval
-
-        benchmarks = Benchmarks(learner)
+    benchmarks = Benchmarks(learner) if learner.recipe.evaluate.tasks else None
     if not learner.data.validation and benchmarks is None:
         return None
     return Evaluations(learner, sync, sampler, accounting, stop, judge, benchmarks)

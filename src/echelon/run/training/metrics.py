@@ -1,8 +1,6 @@
 """Metrics of a step: collected on the device without synchronization, reduced in one sum, and read one step late."""
 
 import math
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +15,7 @@ from echelon.learn.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.learn.distributed.stamp import Stamp
 from echelon.learn.engines.engine import Targets
 from echelon.run.training.bad_steps import Verdict
-from echelon.run.training.gpu_meter import GpuLoad
+from echelon.run.training.meters import GpuLoad, Measured
 
 LIMB_BITS = 16  # a batch hash is reduced as four limbs, whose sums over any number of ranks are exact in fp64
 _NUM_LIMBS = 4
@@ -85,22 +83,6 @@ class StepRecord:
 
 def _add(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
     return None if mine is None or theirs is None else mine + theirs
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What this rank measured since its last step, and reports with the metrics of this one.
-
-    peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives. wall_seconds: since
-    its last step; busy_seconds: those in which it worked for the step, without waiting for other ranks or for data.
-    gpu: the load of its GPU.
-    """
-
-    peak_bytes: int | None = None
-    sent_bytes: float = 0.0
-    wall_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    gpu: GpuLoad | None = None
 
 
 _NOTHING = Measured()
@@ -293,21 +275,6 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: reserved GPU memory, or resident memory without a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def find_message_wait(metrics: StepMetrics) -> float | None:
-    """Return the seconds of a step in which even the busiest rank waited for messages; None if that is not measured."""
-    busiest = max(metrics.own_seconds, default=0.0)
-    is_measured = len(metrics.own_seconds) > 1 and busiest > metrics.data_wait_seconds
-    return max(0.0, metrics.wall_seconds - busiest) if is_measured else None
-
-
 def finite(value: float) -> float | None:
     """Return the value, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
@@ -321,28 +288,28 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
     row = {
         "kind": "train",
         "step": metrics.step + 1,
-        "tokens": measured.get("tokens"),
-        "target_tokens": measured.get("target_tokens"),
+        "tokens": None,
+        "target_tokens": None,
         "loss": finite(metrics.loss),
         "grad_norm": finite(metrics.grad_norm),
         "learning_rate": metrics.learning_rate,
-        "tokens_per_second": measured.get("tokens_per_second"),
-        "step_seconds": measured.get("step_seconds"),
+        "tokens_per_second": None,
+        "step_seconds": None,
         "data_wait_seconds": metrics.data_wait_seconds,
-        "mfu": measured.get("mfu"),
-        "memory_peak_bytes": measured.get("memory_peak_bytes"),
+        "mfu": None,
+        "memory_peak_bytes": None,
         "batch_hash": metrics.batch_hash,
         "skipped": not metrics.committed,
         "loss_scale": metrics.loss_scale,
-        "cost_usd": measured.get("cost_usd"),
+        "cost_usd": None,
         "sent_bytes": metrics.sent_bytes,
-        "message_wait_seconds": measured.get("message_wait_seconds"),
-        "rank_seconds": measured.get("rank_seconds"),
+        "message_wait_seconds": None,
+        "rank_seconds": None,
         "gpu_utilization": None if metrics.gpu is None else metrics.gpu.utilization,
         "gpu_watts": None if metrics.gpu is None else metrics.gpu.watts,
         "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
         "expert_load": metrics.expert_load,
-    }
+    } | measured
     if taken := sorted(row.keys() & metrics.further.keys()):
         raise TrainingError(f"run.record(..., {taken[0]}=...): every row has this key already; choose another name.")
     return row | {name: finite(value) for name, value in metrics.further.items()}

@@ -1,15 +1,10 @@
 """Work between two steps: comparing ranks, evaluating, saving, and stopping on request."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
 from echelon.run.training.evaluations import Evaluations
-from echelon.run.training.pass_comparison import compare_passes, describe_passes
-from echelon.run.training.replicas import compare_replicas, describe_differences
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
 
@@ -35,37 +30,6 @@ WORKS = tuple(work.name for work in fields(Due))
 """The names of all works that may be due."""
 
 
-@dataclass(frozen=True)
-class RankComparison:
-    """What ranks compare at an interval, and before each save, since a checkpoint has the weights of one replica.
-
-    Attributes:
-        every: the interval in steps.
-        event: the name of an event for each difference, a dataclass.
-        find: the differences after a step, the same on every rank. Collective.
-        describe: the message of a run that ends because of them.
-    """
-
-    every: int
-    event: str
-    find: Callable[[int], list[Any]]
-    describe: Callable[[list[Any], int], str]
-
-
-def build_comparisons(learner: "Learner") -> list[RankComparison]:
-    """Return what the recipe's `fault` has ranks compare: the weights of replicas, and results from the same tokens."""
-    fault, comparisons = learner.recipe.fault, []
-
-    def compare_weights(step: int) -> list[Any]:
-        return compare_replicas(learner.engine.state_dict(), learner.meshes)
-
-    if (every := fault.verify_replicas_every) is not None:
-        comparisons.append(RankComparison(every, "replicas_differ", compare_weights, describe_differences))
-    if (every := fault.verify_passes_every) is not None:
-        comparisons.append(RankComparison(every, "passes_differ", partial(compare_passes, learner), describe_passes))
-    return comparisons
-
-
 @dataclass
 class Pauses:
     """Decides what is due after each step, and does it. Every rank must call its methods in the same order.
@@ -79,10 +43,6 @@ class Pauses:
     evaluations: Evaluations | None
     accounting: Accounting
     stop: StopRequest
-    comparisons: list[RankComparison] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.comparisons = build_comparisons(self.learner)
 
     @property
     def patience(self) -> int | None:
@@ -95,7 +55,7 @@ class Pauses:
         Collective after some steps. `is_last`: whether it is the run's last step.
         """
         return Due(
-            comparison=any(done % comparison.every == 0 for comparison in self.comparisons),
+            comparison=any(monitor.needs_pause(done) for monitor in self.accounting.monitors),
             evaluation=self.evaluations is not None and (is_last or self.evaluations.is_due(done)),
             checkpoint=is_last or self.saver.agree_on_save(done),
             snapshot=self.saver.snapshot_due(done),
@@ -116,8 +76,8 @@ class Pauses:
             CheckpointError: see Saver.
         """
         is_best = False
-        for comparison in self.comparisons:
-            self._compare(comparison, state.step)
+        for monitor in self.accounting.monitors:
+            monitor.on_pause(state.step)
         if self.evaluations is not None and due.evaluation:
             state = self.evaluations.run(state)
             is_best = not state.owes_evaluation and state.best_step == state.step
@@ -128,13 +88,5 @@ class Pauses:
             self.saver.save_and_learn(state)
         if due.snapshot and (self.saver.snapshots.is_beside or not is_saved):
             self.saver.save_snapshot(state)
-        self.accounting.restart_clock()
+        self.accounting.meter.restart()
         return state
-
-    def _compare(self, comparison: RankComparison, step: int) -> None:
-        """Raise TrainingError if ranks differ, after an event for each difference. Collective."""
-        if differences := comparison.find(step):
-            self.saver.wait()  # the pending save was compared before it began
-            for difference in differences:
-                self.accounting.event(comparison.event, step=step, **asdict(difference))
-            raise TrainingError(comparison.describe(differences, step))

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from typing_extensions import override
 
 from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import set_default_variables
 from echelon.learn.distributed.runtime import Runtime
 from echelon.recipe.operation import ProfileConfig
 from echelon.run.folder.run_folder import STEP_MARK, RunFolder
+from echelon.run.training.callbacks import Monitor
 
 logger = logging.getLogger(__name__)
 
 
-class Recorder:
+class Recorder(Monitor):
     """Records `count` steps from step `first` on, counted from 1, on this rank; without steps it records nothing.
 
     The step before `first` warms the profiler up. While steps are recorded, the host waits for the device at the
@@ -45,8 +47,8 @@ class Recorder:
         self._unlimited = unlimited
         self._profiler: profile | None = None
 
-    def step(self, step: int) -> AbstractContextManager[None]:
-        """Return the scope of a step, by its index from 0."""
+    @override
+    def around_step(self, step: int) -> AbstractContextManager[None]:
         number = step + 1
         return self._record(number) if max(1, self._first - 1) <= number < self._end else nullcontext()
 

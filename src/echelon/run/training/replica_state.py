@@ -11,7 +11,7 @@ from torch import Tensor
 from echelon.learn.distributed.joint_group import together
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 from echelon.learn.model.sharding import local_part
-from echelon.run.training.contents import RunContents
+from echelon.run.training.saver import RunContents
 from echelon.run.training.state import GoodputState, JudgeState, SavedState
 from echelon.run.training.trainer import Trainer
 

@@ -1,19 +1,34 @@
-"""Checks that all replicas have the same weights, to detect silent faults such as bad memory."""
+"""Checks that all ranks have the same weights, and compute the same from the same tokens.
+
+That detects silent faults of a processor or its memory.
+"""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from echelon.ground.errors import TrainingError
+from echelon.learn.data.own_batches import build_step_batch
 from echelon.learn.distributed.mesh import EXPERT_AXES, Grid, Meshes
 from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.synchronization import QUORUM
+from echelon.run.training.callbacks import Monitor
+
+if TYPE_CHECKING:
+    from echelon.learn.learner import Learner
+    from echelon.run.training.run_log import Accounting
+    from echelon.run.training.saver import Saver
 
 # Ranks that differ only along these axes belong to the same pipeline stage. Replicas have copies in a quorum alone.
 _COPYING_AXES = ("replica", "dp_replicate", "dp_shard", "cp", "tp")
@@ -22,6 +37,8 @@ _CHUNK = 2**22  # numbers hashed at once: a 64-bit copy of a full parameter woul
 # The constants and shifts of SplitMix64 (Steele, Lea & Flood 2014), as signed words.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+# Ranks that differ only along these compute the same from the same tokens. Replicas have the same weights in a quorum.
+_DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -185,3 +202,110 @@ def find_odd_ranks(hashes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
 
 def _listed(ranks: tuple[int, ...] | list[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+@dataclass(frozen=True)
+class OddPass:
+    """Ranks that compute other log-probabilities than others.
+
+    Attributes:
+        ranks: those that differ from the majority; all of them if there is no majority.
+        peers: the ranks that should compute the same.
+    """
+
+    ranks: tuple[int, ...]
+    peers: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Return a clause for a message."""
+        odd, others = (", ".join(map(str, ranks)) for ranks in (self.ranks, sorted({*self.peers} - {*self.ranks})))
+        return f"rank {odd} computed something else than rank {others}" if others else f"ranks {odd} do not agree"
+
+
+def describe_compared(plan: ParallelPlan) -> str:
+    """Return a line for the start of a run: how many ranks `fault.verify_passes_every` compares under a plan."""
+    num_ranks = plan.dp_replicate * plan.dp_shard * (plan.num_replicas if plan.sync.name == QUORUM else 1)
+    if num_ranks == 1:
+        return "passes: under this plan no two ranks train on different sequences, so there is nothing to compare"
+    return f"passes: {num_ranks} ranks compute the same tokens now and then, and are compared"
+
+
+def compare_passes(learner: "Learner", step: int) -> list[OddPass]:
+    """Let all ranks that read different sequences compute the log-probabilities of the same tokens, and compare them.
+
+    The tokens are random, from the recipe's seed and the step: a microbatch of full sequences. Returns the ranks that
+    differ in any bit, the same on every rank. Collective.
+    """
+    place = replace(learner.place, rank=0, size=1)
+    size, length = learner.plan.micro_batch_size, learner.plan.sequence_len
+    chance = np.random.default_rng((learner.recipe.run.seed, step))
+    tokens = chance.integers(learner.shape.vocab_size, size=(size, length + 1)).tolist()
+    batch = build_step_batch(step, [row[:-1] for row in tokens], [row[1:] for row in tokens], place)
+    digests = [hash_bits(part) for part in learner.log_probabilities(batch)]
+    hashes = gather_objects(tuple(torch.stack(digests).tolist()), learner.meshes.everyone)
+    return list(find_odd_passes(hashes, learner.meshes.grid, learner.meshes.is_one_model))
+
+
+def find_odd_passes(hashes: list[tuple[int, ...]], grid: Grid, is_one_model: bool) -> list[OddPass]:
+    """The ranks whose results differ. `hashes`: of each rank; `is_one_model`: whether replicas have equal weights."""
+    axes = (*(("replica",) if is_one_model else ()), *_DATA_AXES)
+    groups = [tuple(peers) for peers in grid.peers(axes)]
+    odd = [find_odd_ranks({rank: hashes[rank] for rank in peers}) for peers in groups]
+    return [OddPass(ranks, peers) for ranks, peers in zip(odd, groups, strict=True) if ranks]
+
+
+def describe_passes(found: list[OddPass], step: int) -> str:
+    """Return the message for a run that ends after this step because ranks compute different results."""
+    return (
+        f"after step {step}: {'; '.join(odd.describe() for odd in found)} from the same weights and tokens "
+        "(fault.verify_passes_every). Nothing was saved since all last agreed. Check that machine for a faulty "
+        "processor or bad memory; run the same command again to resume from the newest checkpoint."
+    )
+
+
+@dataclass(frozen=True)
+class RankComparison(Monitor):
+    """What ranks compare at an interval, and before each save, since a checkpoint has the weights of one replica.
+
+    Attributes:
+        every: the interval in steps.
+        event: the name of an event for each difference, a dataclass.
+        find: the differences after a step, the same on every rank. Collective.
+        describe: the message of a run that ends because of them.
+    """
+
+    every: int
+    event: str
+    find: Callable[[int], list[Any]]
+    describe: Callable[[list[Any], int], str]
+    saver: "Saver"
+    accounting: "Accounting"
+
+    @override
+    def needs_pause(self, done: int) -> bool:
+        return done % self.every == 0
+
+    @override
+    def on_pause(self, step: int) -> None:
+        """Raise TrainingError if ranks differ, after an event for each difference. Collective."""
+        if differences := self.find(step):
+            self.saver.wait()  # the pending save was compared before it began
+            for difference in differences:
+                self.accounting.event(self.event, step=step, **asdict(difference))
+            raise TrainingError(self.describe(differences, step))
+
+
+def build_comparisons(learner: "Learner", saver: "Saver", accounting: "Accounting") -> list[RankComparison]:
+    """Return what the recipe's `fault` has ranks compare: the weights of replicas, and results from the same tokens."""
+    fault, comparisons = learner.recipe.fault, []
+
+    def compare_weights(step: int) -> list[Any]:
+        return compare_replicas(learner.engine.state_dict(), learner.meshes)
+
+    for every, event, find, describe in (
+        (fault.verify_replicas_every, "replicas_differ", compare_weights, describe_differences),
+        (fault.verify_passes_every, "passes_differ", partial(compare_passes, learner), describe_passes),
+    ):
+        if every is not None:
+            comparisons.append(RankComparison(every, event, find, describe, saver, accounting))
+    return comparisons

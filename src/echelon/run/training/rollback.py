@@ -9,7 +9,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import broadcast_object
 from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.training.diagnosis import Diagnosis
+from echelon.run.training.bad_steps import Diagnosis
 from echelon.run.training.metrics import StepMetrics, finite
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState

@@ -1,19 +1,29 @@
 """Finds a rank that is persistently slower than others, from the time that each needs for its own part of a step."""
 
+import logging
 import platform
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from echelon.ground.stop_request import STRAGGLER
 from echelon.ground.stored import write_text
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
+from echelon.run.training.callbacks import FinishedStep, Monitor
+
+if TYPE_CHECKING:
+    from echelon.run.journal.journal import Journal
+
+logger = logging.getLogger(__name__)
 
 # A rank is slow if, in so many windows in a row, the median of its own time over the steps of the window is above that
 # of its peers by a share of it, and by a share of the step.
@@ -57,21 +67,25 @@ class Straggler:
         )
 
 
-def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path) -> "StragglerWatch":
+def build_straggler_watch(
+    meshes: Meshes, reaction: str, slow_path: Path, journal: "Journal | None"
+) -> "StragglerWatch":
     """Build the watch of this rank. `reaction`: `fault.on_straggler`. Collective: hosts are gathered.
 
     `slow_path`: the file by which a rank tells the agent of its machine that a spare may take the machine's place.
     """
     hosts = gather_objects(platform.node(), meshes.everyone)
     stages = [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)]
-    if reaction != "replace":
-        return StragglerWatch(hosts, stages, reaction == "stop")
 
     def tell(slow: Straggler) -> None:
-        if slow.rank == dist.get_rank(meshes.everyone):
+        if reaction == "replace" and slow.rank == dist.get_rank(meshes.everyone):
             write_text(slow_path, slow.describe())
+        if journal is not None:
+            logger.warning(slow.describe())
+            with suppress(OSError):  # the disk may be full
+                journal.event("straggler", message=slow.describe(), **asdict(slow))
 
-    return StragglerWatch(hosts, stages, tell=tell)
+    return StragglerWatch(hosts, stages, reaction == "stop", tell)
 
 
 def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
@@ -85,7 +99,7 @@ def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
     return usual
 
 
-class StragglerWatch:
+class StragglerWatch(Monitor):
     """Compares the ranks' own times of each step. Every rank has the same numbers, and reaches the same result."""
 
     def __init__(
@@ -111,10 +125,12 @@ class StragglerWatch:
         Also None with one rank.
         """
 
-    @property
-    def stop_cause(self) -> str | None:
-        """The cause of a stop if a rank is found; None if the run goes on."""
-        return STRAGGLER if self._stops else None
+    @override
+    def on_metrics(self, step: FinishedStep) -> None:
+        if self.saw_step(step.state.step, step.metrics.own_seconds, step.metrics.wall_seconds) and self._stops:
+            step.stop_cause = STRAGGLER
+        if self.medians is not None:
+            step.measured["rank_seconds"] = [float(f"{seconds:.4g}") for seconds in self.medians]
 
     def saw_step(self, step: int, own_seconds: Sequence[float], step_seconds: float) -> list[Straggler]:
         """Count a step with the own times of all ranks; return those that are found slow after this one."""

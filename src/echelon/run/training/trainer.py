@@ -13,11 +13,9 @@ from echelon.ground.stop_request import StopRequest
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.run.training.metrics import PendingMetrics
 from echelon.run.training.pauses import WORKS, Due, Pauses
-from echelon.run.training.profiler import Recorder
 from echelon.run.training.rollback import BadStep, BadStepHandler
 from echelon.run.training.run_log import Accounting
 from echelon.run.training.state import TrainState
-from echelon.run.training.straggler import StragglerWatch
 from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ class Trainer:
     saver: "Saver"
     recovery: BadStepHandler
     state: TrainState
-    recorder: Recorder
-    stragglers: StragglerWatch
     num_steps: int = field(init=False)
     """After how many steps it ends: the run's number, unless a caller shortens it."""
     owes_pause: bool = field(default=False, init=False)
@@ -64,7 +60,7 @@ class Trainer:
             CheckpointError: a checkpoint could not be written three times in a row.
             StoppedError: a rank received a stop request, or a budget is reached; all ranks have saved the same step.
         """
-        self.accounting.tell_start(self.state.step)
+        self.accounting.tell("on_start", self.state.step)
         try:
             self.recovery.prepare(self.state)
             while True:
@@ -77,7 +73,7 @@ class Trainer:
                         self.owes_pause = self.owes_save = False
             self.saver.settle(self.state)
         finally:
-            self.accounting.tell_end()
+            self.accounting.tell("on_end")
         return self.state
 
     @property
@@ -100,7 +96,7 @@ class Trainer:
         for step in self.steps():
             is_suppressed = step + 1 in self.state.suppressed
             try:
-                self._pending.append(self.train_step(step, is_suppressed, partial(self.accounting.measure, step)))
+                self._pending.append(self.train_step(step, is_suppressed, partial(self.accounting.meter.measure, step)))
             except ViewChanged:  # all processes have finished the steps before this one
                 self._account_all()
                 raise
@@ -115,8 +111,7 @@ class Trainer:
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            self.accounting.enter()
-            with self.recorder.step(step):
+            with self.accounting.around_step(step):
                 yield step
             self.expect(step, is_recorded=True)
             # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
@@ -152,7 +147,8 @@ class Trainer:
     ) -> None:
         """Add the metrics of a step of an own loop. Collective."""
         record = self.train_step.describe(step, sums, grad_norm, learning_rate, wait_seconds, further=further)
-        self._pending.append(PendingMetrics(record, self.train_step.learner.meshes, self.accounting.measure(step)))
+        measured = self.accounting.meter.measure(step)
+        self._pending.append(PendingMetrics(record, self.train_step.learner.meshes, measured))
 
     def do_due(self, step: int, names: Sequence[str] = WORKS) -> None:
         """Do those of these works that are due after a step and were not done before. Collective.
@@ -192,13 +188,9 @@ class Trainer:
     def _account(self, pending: PendingMetrics) -> None:
         """Record a finished step and write its row; raise BadStep if it needs recovery. Collective."""
         metrics = pending.read()
-        seconds = self.accounting.book(metrics, pending.finished)
-        self.saver.saw_step(seconds)
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
-        self.stop.agreed = self.stop.agreed or metrics.stopped_by
-        for slow in self.stragglers.saw_step(self.state.step, metrics.own_seconds, metrics.wall_seconds):
-            self.accounting.straggler(slow)
-            self.stop.agreed = self.stop.agreed or self.stragglers.stop_cause
-        self.accounting.write(metrics, seconds, self.state, self.stragglers.medians)
+        finished = self.accounting.book(metrics, pending.finished, self.state)
+        self.stop.agreed = self.stop.agreed or metrics.stopped_by or finished.stop_cause
+        self.accounting.write(finished)
         if metrics.is_bad:
             self.recovery.pass_over(metrics, self.state)

@@ -15,9 +15,9 @@ from echelon.ground.stop_request import StopRequest
 from echelon.learn.data.feed import Feed
 from echelon.learn.sync import DataShare, StepVote, Synchronizer
 from echelon.recipe.schedule import Schedule, build_schedule
-from echelon.run.training.bad_steps import StepJudge
-from echelon.run.training.diagnosis import Diagnosis, diagnose
-from echelon.run.training.metrics import Measured, PendingMetrics, StepRecord
+from echelon.run.training.bad_steps import Diagnosis, StepJudge, diagnose
+from echelon.run.training.meters import Measured
+from echelon.run.training.metrics import PendingMetrics, StepRecord
 
 if TYPE_CHECKING:
     from echelon.learn.learner import CountedSums, Learner

@@ -18,7 +18,6 @@ from echelon.learn.data.preflight import InstructionOptions, find_answers
 from echelon.learn.data.prepare import prepare
 from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import PreparedData, ValidationSet, open_prepared
-from echelon.learn.data.readers.record import ExampleFields
 from echelon.learn.data.shards import unigram_entropy
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.distributed.objects import broadcast_object
@@ -74,7 +73,7 @@ def prepare_given(opened: OpenedModel, path: Path, scratch: Path) -> tuple[Valid
     recipe = read_run_recipe(target) if is_run(target) else None
     expected = objective.row.answers
     source = _find_source(path, recipe, LABELLED_FORMAT if expected == "labelled" else None)
-    formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
+    formats = {file.fields.format for file in list_files(source) if file.fields.format is not None}
     answers = find_answers(formats)
     if answers not in (None, expected) and not objective.scores_texts:
         raise ConfigError(
@@ -120,7 +119,7 @@ def _find_source(path: Path, recipe: Recipe | None, records: str | None) -> Sour
     namings = {tuple(sorted(source.fields.items())) for source in recipe.data.train} if recipe is not None else set()
     if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
         with suppress(ConfigError, DataError):  # then the default field names of the formats are used
-            if any(isinstance(file.fields, ExampleFields) for file in list_files(named)):
+            if any(file.fields.format is not None for file in list_files(named)):
                 return named
     return plain
 

@@ -14,7 +14,7 @@ import pytest
 from echelon.foreign.importers import import_recipe
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.preflight import InstructionOptions, build_instruction_encoding
-from echelon.learn.data.readers.record import ExampleFields, SourceFile
+from echelon.learn.data.readers.record import Fields, SourceFile
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.data.templates import NAMED_TEMPLATES
 from echelon.learn.data.tokenizer import add_new_tokens, build_bytes_tokenizer
@@ -50,7 +50,7 @@ def rendered(recipe: Recipe, record: dict[str, Any]) -> tuple[str, str]:
     options = InstructionOptions(
         data.chat_template, data.train_on, data.system_prompt, data.document_separator or "eos"
     )
-    file = SourceFile(Path("x.jsonl"), "x.jsonl", "jsonl", 1, 0, True, ExampleFields("alpaca"))
+    file = SourceFile(Path("x.jsonl"), "x.jsonl", "jsonl", 1, 0, True, Fields("alpaca"))
     encoding = build_instruction_encoding(options, tokenizer, [file])
     assert encoding is not None
     (document,) = encoding.encode(record)
@@ -168,6 +168,6 @@ def test_a_hub_dataset_is_read_as_the_file_says_even_with_a_text_column(tmp_path
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps({**BOTH, "text": "all of it"}) + "\n")
     (file,) = list_files(Source("data.train.0", str(path), fields=dict(source.fields)))
-    assert isinstance(file.fields, ExampleFields) and file.fields.format == "alpaca"
+    assert file.fields.format == "alpaca"
     (file,) = list_files(Source("data.train.0", str(path)))
-    assert not isinstance(file.fields, ExampleFields)  # without field names, `text` takes precedence
+    assert file.fields.format is None  # without field names, `text` takes precedence

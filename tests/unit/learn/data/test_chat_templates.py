@@ -10,7 +10,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.preflight import InstructionOptions, build_instruction_encoding
-from echelon.learn.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
+from echelon.learn.data.readers.record import BrokenRecordError, Fields, SourceFile
 from echelon.learn.data.templates import NAMED_TEMPLATES
 from echelon.learn.data.tokenizer import add_new_tokens, build_bytes_tokenizer, train_tokenizer
 
@@ -24,7 +24,7 @@ TALK = [SYSTEM("Be brief."), USER("One and one?"), ASSISTANT("Two."), USER("And 
 
 
 def build(tokenizer, format="messages", **options) -> InstructionEncoding:
-    file = SourceFile(Path("x.jsonl"), "x.jsonl", "jsonl", 1, 0, True, ExampleFields(format))
+    file = SourceFile(Path("x.jsonl"), "x.jsonl", "jsonl", 1, 0, True, Fields(format))
     encoding = build_instruction_encoding(InstructionOptions(**options), tokenizer, [file])
     assert encoding is not None
     return encoding

@@ -15,7 +15,7 @@ from echelon.ground.progress import Progress
 from echelon.learn.data.corpus import CorpusEntry, describe_examples
 from echelon.learn.data.readers import count_documents, cut_file, name_place, read_records
 from echelon.learn.data.readers.arrays import ArrayReader
-from echelon.learn.data.readers.record import Broken, ExampleFields, Reading, Record, digest_document, hash_for_split
+from echelon.learn.data.readers.record import Broken, Fields, Reading, Record, digest_document, hash_for_split
 from echelon.learn.data.source import Source, list_files
 from echelon.learn.data.text_sample import TextSample
 from echelon.recipe.data_formats import RECORD_FORMATS, recognise_format
@@ -64,7 +64,7 @@ def test_every_kind_of_file_yields_examples(tmp_path, name):
     path = write(tmp_path / name, RECORDS)
     assert read(path) == [{"messages": TALK}] * 50
     (file,) = list_files(Source("data.train.0", str(path)))
-    assert file.fields == ExampleFields("messages")
+    assert file.fields == Fields("messages")
     assert count_documents([file], 30, Reading()) == 30
     positions = [found.position for span in cut_file(file, 500) for found in read_records(span, Reading())]
     assert positions == sorted(set(positions))

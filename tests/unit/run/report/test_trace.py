@@ -149,7 +149,7 @@ def test_the_recorder_writes_the_steps_that_were_asked_for(tmp_path):
     path = tmp_path / "profile" / "step-00000003-rank-00001.json.gz"
     recorder = Recorder(torch.device("cpu"), lambda step: path if step == 3 else tmp_path / "wrong", (3, 2))
     for step in range(8):
-        with recorder.step(step):
+        with recorder.around_step(step):
             torch.ones(64, 64) @ torch.ones(64, 64)
         assert path.exists() == (step >= 3)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -158,7 +158,7 @@ def test_the_recorder_writes_the_steps_that_were_asked_for(tmp_path):
     assert (trace.rank, [step.step for step in trace.steps]) == (1, [3, 4])
     for step in trace.steps:
         assert sum(step.parts.values()) == pytest.approx(step.seconds) and step.parts["matrix products"] > 0
-    with Recorder(torch.device("cpu"), lambda step: tmp_path / "wrong").step(0):
+    with Recorder(torch.device("cpu"), lambda step: tmp_path / "wrong").around_step(0):
         pass
     assert not (tmp_path / "wrong").exists()
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from echelon.run.training.gpu_meter import GpuMeter
+from echelon.run.training.meters import GpuMeter
 
 # Device 0 of the process is the second GPU of the machine. A reading that fails ends the meter.
 NVML = """
@@ -35,7 +35,7 @@ def nvmlDeviceGetPowerUsage(handle):
 """
 PROGRAM = """
 import threading, torch
-from echelon.run.training.gpu_meter import GpuMeter
+from echelon.run.training.meters import GpuMeter
 
 def wait():
     for thread in threading.enumerate():

@@ -1,13 +1,14 @@
 """The interval of saves: the formula compared with a search and with values by hand, and updates after each save."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from echelon.planner.reliability import best_interval_seconds, lost_fractions
 from echelon.recipe.load import parse_recipe
-from echelon.run.training.interval import SaveInterval
+from echelon.run.training.saver import SaveInterval
 from tests.unit.recipe_samples import SMALL
 
 HOUR = 3600.0
@@ -66,7 +67,7 @@ def test_a_third_of_an_epoch(group) -> None:
 def test_auto_saves_soon_and_then_at_the_best_interval(group) -> None:
     interval = build("auto", hours=1.0, step=100)
     for _ in range(10):
-        interval.saw_step(2.0)
+        interval.on_metrics(SimpleNamespace(seconds=2.0))
     assert [step for step in range(101, 111) if interval.is_due(step)] == [110]
     line = interval.learn(110, 5.0, 0.0, group)
     # 186.4 s are 94 steps of 2 s; then 5 of 193 s are 2.6 %, and half of 193 of 3600 s 2.7 %
@@ -82,7 +83,7 @@ def test_failures_are_more_frequent_on_more_devices(group) -> None:
     lines = []
     for devices in (1, 1000):
         interval = build("auto", devices=devices)
-        interval.saw_step(1.0)
+        interval.on_metrics(SimpleNamespace(seconds=1.0))
         lines.append(interval.learn(10, 1.0, 0.0, group))
     assert "every 2083d08h" in lines[0] and "every 2d02h" in lines[1]
     # Young: sqrt(2 * 1 * 180000) = 600 s and sqrt(2 * 1 * 1.8e8) = 18973.7 s; Daly: 2/3 of a second less

@@ -9,8 +9,7 @@ import torch
 from echelon.learn.engines.engine import NonFinite
 from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.training.bad_steps import StepJudge
-from echelon.run.training.diagnosis import merge_findings
+from echelon.run.training.bad_steps import StepJudge, merge_findings
 from echelon.run.training.metrics import StepMetrics
 from echelon.run.training.rollback import describe_stop, read_suppressed
 from echelon.run.training.state import TrainState

@@ -4,10 +4,13 @@ import random
 import statistics
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from echelon.ground.stop_request import STRAGGLER
+from echelon.run.training.callbacks import FinishedStep
+from echelon.run.training.state import TrainState
 from echelon.run.training.straggler import StragglerWatch, median_of_peers, read_own_time
 
 HOSTS = ["one", "one", "two", "two"]
@@ -82,16 +85,22 @@ def test_thousands_of_ranks_take_a_moment():
     assert time.thread_time() - began < 2  # with a list of peers for each rank, more than 10 s
 
 
-def test_the_run_ends_if_it_should():
-    assert StragglerWatch(HOSTS, [0] * 4).stop_cause is None
-    assert StragglerWatch(HOSTS, [0] * 4, stops=True).stop_cause == STRAGGLER
+@pytest.mark.parametrize(("stops", "cause"), [(False, None), (True, STRAGGLER)])
+def test_the_run_ends_if_it_should(stops, cause):
+    watching, steps = StragglerWatch(HOSTS, [0] * 4, stops), []
+    for number in range(1, 51):
+        metrics = SimpleNamespace(own_seconds=[1.0, 1.0, 1.0, 20.0 / 3], wall_seconds=2.0)
+        steps.append(FinishedStep(metrics, 2.0, TrainState(step=number)))
+        watching.on_metrics(steps[-1])
+    assert [(step.state.step, step.stop_cause) for step in steps if step.stop_cause] == ([(50, cause)] if cause else [])
+    assert [step.measured for step in steps if step.measured] == [{"rank_seconds": [1.0, 1.0, 1.0, 6.667]}] * 2
 
 
 def test_each_that_is_found_is_told():
     told = []
     watching = StragglerWatch(HOSTS, [0] * 4, tell=told.append)
     found = [each for step in range(1, 101) for each in watching.saw_step(step, [1.0, 1.0, 1.0, 2.0], 2.0)]
-    assert found == told and [each.rank for each in told] == [3] and watching.stop_cause is None
+    assert found == told and [each.rank for each in told] == [3]
 
 
 def test_own_time_is_that_of_this_thread_without_its_waits():

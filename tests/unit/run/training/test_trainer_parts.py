@@ -10,8 +10,8 @@ from echelon.run.training import saver as saving
 
 
 def test_the_trainer_has_few_parts():
-    assert len(fields(trainer.Trainer)) <= 14
-    assert len(fields(training_step.TrainingStep)) <= 14
+    assert len(fields(trainer.Trainer)) <= 12
+    assert len(fields(training_step.TrainingStep)) <= 6
 
 
 def test_no_attribute_is_created_outside_the_constructor():

@@ -16,10 +16,9 @@ from echelon.learn.data.readers.columns import ColumnReader, damages
 from echelon.learn.data.readers.compressed import COMPRESSIONS
 from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import (
-    ALL_FIELDS,
     PIECE_BYTES,
     Broken,
-    Odd,
+    Fields,
     Reader,
     Reading,
     Record,
@@ -87,8 +86,8 @@ def _failures_told(file: SourceFile, found: Iterator[_Found]) -> Iterator[_Found
         raise EchelonError(f"{file.path} cannot be read ({error}); run the same command again to go on.") from error
 
 
-def name_place(record: Broken | Odd) -> str:
-    """Describe the location of a broken or odd record: the file and, if known, the line, row or record number."""
+def name_place(record: Broken) -> str:
+    """Describe the location of a broken record: the file and, if known, the line, row or record number."""
     file = record.file
     return str(file.path) if record.position is None else find_reader(file).place(file, record.position)
 
@@ -120,7 +119,7 @@ def field_names(file: SourceFile) -> tuple[str, ...]:
     if isinstance(reader, SeparatedReader):
         return tuple(read_header(file))
     num_broken = 0
-    for span in cut_file(replace(file, fields=ALL_FIELDS), _SAMPLE_BYTES):
+    for span in cut_file(replace(file, fields=Fields()), _SAMPLE_BYTES):
         for record in read_records(span, Reading()):
             if isinstance(record, Record) and isinstance(record.content, Mapping):
                 return tuple(record.content)

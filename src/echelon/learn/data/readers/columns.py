@@ -19,7 +19,7 @@ from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Broken,
     BrokenRecordError,
-    ExampleFields,
+    Fields,
     Reader,
     Reading,
     Record,
@@ -210,7 +210,7 @@ def _cut_block(file: SourceFile, block: Block, first: int, last: int, piece_byte
 
 def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | None]:
     """Yield for each row its record, None if it is empty, or a description of the problem."""
-    if isinstance(file.fields, ExampleFields):
+    if file.fields.format is not None:
         yield from (_parse_example(file.fields, batch.slice(row, 1), start + row) for row in range(batch.num_rows))
         return
     pa = _pyarrow()
@@ -230,7 +230,7 @@ def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | 
         )
 
 
-def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | str:
+def _parse_example(fields: Fields, row: Any, position: int) -> Record | str:
     try:
         return Record(fields.pick(drop_nulls(row.to_pylist()[0])), position=position)
     except BrokenRecordError as error:

@@ -20,7 +20,6 @@ from echelon.learn.data.readers.record import (
     EITHER_FIELD,
     Broken,
     BrokenRecordError,
-    ExampleFields,
     Record,
     SourceFile,
     content_bytes,
@@ -270,7 +269,7 @@ def _loaded_name(name: str) -> list[str]:
 def parse_record(file: SourceFile, number: int, record: Any) -> Record | Broken | None:
     """Return the document of a record; None if it has no text."""
     try:
-        content = file.fields.pick(drop_nulls(record) if isinstance(file.fields, ExampleFields) else record)
+        content = file.fields.pick(drop_nulls(record) if file.fields.format is not None else record)
     except BrokenRecordError as error:
         return Broken(file, number, str(error))
     return Record(content, position=number) if len(content) else None

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
-from echelon.recipe.data_formats import RECORD_FORMATS, WHOLE_RECORD
+from echelon.recipe.data_formats import PLAIN_FIELDS, RECORD_FORMATS, WHOLE_RECORD
 
 PIECE_BYTES = 2**20
 """The approximate size of a span in bytes, and its minimum, except for the last span of a file."""
@@ -50,87 +50,73 @@ class BrokenRecordError(Exception):
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields with a record's text and token ids. If both are given, the text is used if the record has it."""
+    """The fields to read of a record: those of an instruction format, or its text or token ids, or all.
 
-    text: str | None = "text"
-    tokens: str | None = "input_ids"
-
-    @override
-    def __str__(self) -> str:
-        """The field names for messages."""
-        return " or ".join(f"`{name}`" for name in (self.text, self.tokens) if name is not None)
-
-    @property
-    def fix(self) -> str:
-        """The recipe entry that fixes a file without any of these fields."""
-        return "fields: {text: NAME}"
-
-    def choose(self, names: Iterable[str]) -> str | None:
-        """Choose the field to read from the fields of a record; None if it has neither."""
-        present = set(names)
-        return next((name for name in (self.text, self.tokens) if name is not None and name in present), None)
-
-    def columns(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Choose the columns to read from the columns of a table; none if a needed column is missing."""
-        name = self.choose(names)
-        return () if name is None else (name,)
-
-    def pick(self, record: Any) -> Content:
-        """Return the text of a record as UTF-8, or its ids. Raises BrokenRecordError."""
-        if not isinstance(record, Mapping):
-            raise BrokenRecordError("is not a JSON object")
-        if (name := self.choose(record)) is None:
-            raise BrokenRecordError(f"has no field {self}; set `fields: {{text: NAME}}` next to the path")
-        return encode_text(record[name], name) if name == self.text else parse_ids(record[name], name)
-
-
-EITHER_FIELD = Fields()
-"""The fields that are read if the recipe names none."""
-
-
-@dataclass(frozen=True)
-class ExampleFields:
-    """The fields of records of an instruction format: the format, and the field names that differ from its own.
-
-    `names` has pairs (name in the format, name in the records), for fields of the record and of its turns.
+    `format`: the instruction format; None: the first of the fields in `names` that the record has is read, and without
+    any name the whole record. `names`: pairs (name in the format, name in the records); of an instruction format only
+    those that differ, for fields of the record and of its turns.
     """
 
-    format: str
+    format: str | None = None
     names: tuple[tuple[str, str], ...] = ()
 
     @override
     def __str__(self) -> str:
         """The required field names for messages."""
+        if self.format is None:
+            return " or ".join(f"`{theirs}`" for _, theirs in self.names)
         return " and ".join(f"`{self._name(field)}`" for field in RECORD_FORMATS[self.format].required)
 
     @property
     def fix(self) -> str:
         """The recipe entry that fixes a file whose first required field has another name."""
-        return f"fields: {{{RECORD_FORMATS[self.format].required[0]}: NAME}}"
+        first = PLAIN_FIELDS[0] if self.format is None else RECORD_FORMATS[self.format].required[0]
+        return f"fields: {{{first}: NAME}}"
+
+    def without_ids(self) -> "Fields | None":
+        """The same fields where no field has token ids; None if there are no others."""
+        if self.format is not None:
+            return self
+        names = tuple((ours, theirs) for ours, theirs in self.names if ours != "input_ids")
+        return Fields(names=names) if names else None
 
     def columns(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Choose the columns to read from the columns of a table; none if a required column is missing."""
-        present, row = set(names), RECORD_FORMATS[self.format]
-        if not all(self._name(field) in present for field in row.required):
+        """Choose the columns to read from the columns of a table; none if a needed column is missing."""
+        columns = tuple(names)
+        if self.format is None:
+            return tuple(theirs for _, theirs in self.names if theirs in columns)[:1] if self.names else columns
+        row = RECORD_FORMATS[self.format]
+        if not all(self._name(field) in columns for field in row.required):
             return ()
         if row.keeps_record:
-            return tuple(names)
-        return tuple(self._name(field) for field in row.fields if self._name(field) in present)
+            return columns
+        return tuple(self._name(field) for field in row.fields if self._name(field) in columns)
 
     def pick(self, record: Any) -> Content:
+        """Return the text of a record as UTF-8, its ids, or an example. Raises BrokenRecordError."""
+        if not isinstance(record, Mapping):
+            raise BrokenRecordError("is not a JSON object")
+        if self.format is not None:
+            return self._pick_example(self.format, record)
+        if not self.names:
+            return record
+        for ours, theirs in self.names:
+            if theirs in record:
+                return (encode_text if ours == "text" else parse_ids)(record[theirs], theirs)
+        raise BrokenRecordError(f"has no field {self}; set `{self.fix}` next to the path")
+
+    def _pick_example(self, format: str, record: Example) -> Example:
         """Return the format's fields of a record, by the format's names, without null values.
 
         Raises BrokenRecordError for a record without a required field.
         """
-        if not isinstance(record, Mapping):
-            raise BrokenRecordError("is not a JSON object")
-        row = RECORD_FORMATS[self.format]
+        row = RECORD_FORMATS[format]
         values = {field: record.get(self._name(field)) for field in row.fields}
         if row.keeps_record:
             values[WHOLE_RECORD] = dict(record)
         for field in row.required:
             if values[field] is None:
-                raise BrokenRecordError(f"has no field `{self._name(field)}`, which the format {self.format} requires")
+                raise BrokenRecordError(f"has no field `{self._name(field)}`, which the format {format} requires")
         turn_names = {theirs: ours for ours, theirs in self.names if ours in row.turn_fields}
         return {
             field: _rename_turns(value, turn_names) if turn_names and field in row.turns else value
@@ -142,23 +128,8 @@ class ExampleFields:
         return next((theirs for ours, theirs in self.names if ours == field), field)
 
 
-class AllFields:
-    """All fields of a record, to inspect which fields it has."""
-
-    fix = ""
-
-    def columns(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Choose all columns."""
-        return tuple(names)
-
-    def pick(self, record: Any) -> Content:
-        """Return the whole record. Raises BrokenRecordError if it is not an object."""
-        if not isinstance(record, Mapping):
-            raise BrokenRecordError("is not a JSON object")
-        return record
-
-
-ALL_FIELDS = AllFields()
+EITHER_FIELD = Fields(names=tuple((name, name) for name in PLAIN_FIELDS))
+"""The fields that are read if the recipe names none: text, or token ids."""
 
 
 def _rename_turns(value: Any, names: Mapping[str, str]) -> Any:
@@ -209,7 +180,7 @@ class SourceFile:
     size: int
     mtime_ns: int
     required: bool
-    fields: Fields | ExampleFields | AllFields = EITHER_FIELD
+    fields: Fields = EITHER_FIELD
     rows: tuple[int, int] | None = None
     split: str | None = None
     revision: str | None = None
@@ -234,7 +205,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Records that cannot be used: their number, the position of the first, and the problem.
+    """Records that cannot be used, or one that is odd: their number, the position of the first, and the problem.
 
     The file's reader describes `position` with `Reader.place`; None for the whole file.
     """
@@ -243,15 +214,6 @@ class Broken:
     position: int | None
     problem: str
     count: int = 1
-
-
-@dataclass(frozen=True)
-class Odd:
-    """A record that is used although it has an oddity. `position` as in `Broken`."""
-
-    file: SourceFile
-    position: int | None
-    problem: str
 
 
 @dataclass(frozen=True)

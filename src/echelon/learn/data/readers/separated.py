@@ -8,7 +8,6 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import cast
 
 from typing_extensions import override
@@ -21,7 +20,6 @@ from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Broken,
     BrokenRecordError,
-    Fields,
     Record,
     SourceFile,
     encode_text,
@@ -121,12 +119,11 @@ def _delimiter(file: SourceFile) -> str:
 
 def _find_columns(file: SourceFile, header: list[str]) -> dict[str, int]:
     """Map the names of the columns to read to their indices. Such tables cannot contain lists of ids."""
-    fields = replace(file.fields, tokens=None) if isinstance(file.fields, Fields) else file.fields
-    if not (columns := fields.columns(header)):
-        missing = fields if str(fields) else file.fields
+    fields = file.fields.without_ids()
+    if fields is None or not (columns := fields.columns(header)):
         raise DataError(
-            f"{file.path} has no column {missing} to read text from; its first line names "
-            f"{', '.join(header) or 'no columns'}. Set {fields.fix} next to the path ({describe_formats()})."
+            f"{file.path} has no column {fields or file.fields} to read text from; its first line names "
+            f"{', '.join(header) or 'no columns'}. Set {file.fields.fix} next to the path ({describe_formats()})."
         )
     return {name: header.index(name) for name in columns}
 

@@ -15,7 +15,7 @@ from typing import Any
 from echelon.ground.errors import DataError
 from echelon.ground.stored import read_json, validator_of, write_text
 from echelon.learn.data.catalog import SampleRule
-from echelon.learn.data.readers.record import PIECE_BYTES, ExampleFields, Fields, SourceFile
+from echelon.learn.data.readers.record import PIECE_BYTES, Fields, SourceFile
 from echelon.learn.data.tokenize import Encoding
 from echelon.recipe.data_formats import PAIR_FORMATS
 
@@ -45,8 +45,7 @@ class StreamPlan:
     @property
     def shares_sequences(self) -> bool:
         """Whether a sequence may contain more than one document."""
-        fields = (file.fields for files in self.chunks for file in files)
-        has_pairs = any(isinstance(columns, ExampleFields) and columns.format in PAIR_FORMATS for columns in fields)
+        has_pairs = any(file.fields.format in PAIR_FORMATS for files in self.chunks for file in files)
         return self.samples is None or self.samples.packing or has_pairs
 
 
@@ -83,8 +82,7 @@ def load_plan(folder: Path) -> StreamPlan:
 
 def _parse_file(values: dict[str, Any]) -> SourceFile:
     rows, fields = values["rows"] and tuple(values["rows"]), values["fields"]
-    of_examples = "format" in fields
-    parsed = ExampleFields(fields["format"], tuple(map(tuple, fields["names"]))) if of_examples else Fields(**fields)
+    parsed = Fields(fields["format"], tuple(map(tuple, fields["names"])))
     return SourceFile(**{**values, "path": Path(values["path"]), "fields": parsed, "rows": rows})
 
 

@@ -40,7 +40,6 @@ from echelon.learn.data.stream.chunk_list import StreamPlan
 from echelon.learn.data.stream.options import StreamOptions
 from echelon.learn.data.tokenize import (
     Encoding,
-    Piece,
     TaskEncoder,
     explain_death,
     plan_tasks,
@@ -319,7 +318,7 @@ def write_chunk(
             for item in encoder.run(task).found:
                 if isinstance(item, Broken):
                     counts.add_broken(item)
-                elif isinstance(item, Piece):
+                else:
                     counts.documents += item.is_first
                     state.documents += item.is_first
                     sink.append(item)
