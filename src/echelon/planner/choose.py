@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.ground.sizes import render_bytes
+from echelon.ground.sizes import join_words, render_bytes
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.arithmetic import (
     COMPILE_GAIN,
@@ -18,7 +18,6 @@ from echelon.planner.arithmetic import (
 )
 from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
-from echelon.planner.fitting_values import join_words
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.kept_activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.layout import (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.sizes import join_words, nearest
 from echelon.planner.axes.axis import Axis, Choices, RankLoad, Sender
 from echelon.planner.axes.pipeline_schedule import (
     StageTime,
@@ -22,7 +23,6 @@ from echelon.planner.axes.pipeline_schedule import (
     waiting_share,
 )
 from echelon.planner.collectives import find_group
-from echelon.planner.fitting_values import join_words, nearest
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AdapterPlan, ParallelPlan
