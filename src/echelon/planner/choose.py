@@ -25,7 +25,10 @@ from echelon.planner.layout import (
     build_layout,
     check_batch,
     find_replica,
+    list_divided,
+    list_micro_batches,
     micro_batch_sizes,
+    weighed_axes,
 )
 from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
 from echelon.planner.model_shape import ModelShape
@@ -42,7 +45,6 @@ from echelon.planner.replica_limits import (
     join_servers,
 )
 from echelon.planner.sampled_answers import add_rollout, describe_rollout
-from echelon.planner.search_space import list_divided, list_micro_batches, weighed_axes
 from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
 from echelon.recipe.names import OBJECTIVES
