@@ -1,4 +1,4 @@
-"""The layout of a strategy from `parallel`, a name or a mapping of degrees; its batch arithmetic; and what a search tries.
+"""The layout of a strategy from `parallel`, a name or a mapping of degrees; its batches; and what a search tries.
 
 A layout is a plan before the micro batch is chosen and without the policies of its recipe. A search tries layouts, and
 for each of them micro batches and ways to keep activations. Left out is what cannot be better by this planner's

@@ -8,8 +8,7 @@ from datetime import date
 
 from echelon.planner.hardware.calibration_store import Calibration, describe_machine
 from echelon.planner.layer_time import HIDDEN_PASSES, INNER_PASSES, product_seconds
-from echelon.planner.rates import GPU_RATES
-from echelon.planner.waits import expect_wait
+from echelon.planner.rates import GPU_RATES, expect_wait
 
 # How often each collective sends the payload.
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}

@@ -18,16 +18,15 @@ from echelon.planner.axes.pipeline import (
     time_stages,
     waiting_seconds,
 )
-from echelon.planner.axes.table import LAYER_AXES, count_absent, divide_shape
+from echelon.planner.axes.table import AXES, LAYER_AXES, count_absent, divide_shape
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.links import Links
 from echelon.planner.layer_time import LaunchTime, Step, head_time, launch_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.rates import Rates, Software, choose_software, rates_of
+from echelon.planner.rates import Rates, Software, choose_software, expect_wait, rates_of
 from echelon.planner.sampled_answers import describe_sampling, sampling_seconds
-from echelon.planner.waits import expect_waits
 
 _PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead", "sampling")
 
@@ -164,7 +163,7 @@ def estimate_time(
         assumptions=tuple(_list_assumptions(cluster, software)),
     )
     scaled = estimate.scaled(waiting)
-    waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
+    waits = _expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
     exposed = {axis: seconds + waits.get(axis, 0.0) for axis, seconds in scaled.exposed_communication.items()}
     trained = replace(scaled, exposed_communication=exposed)
     if plan.rollout is None:
@@ -173,6 +172,21 @@ def estimate_time(
     assumptions = (*trained.assumptions, describe_sampling(step))
     repeated = trained.scaled(plan.rollout.updates)
     return replace(repeated, sampling=sampling_seconds(step) + scored, assumptions=assumptions)
+
+
+def _expect_waits(plan: ParallelPlan, num_layers: int, seconds: float, jitter: float) -> dict[str, float]:
+    """The expected seconds in a step of a rank with so many layers, at the collectives of each axis that has several.
+
+    `seconds`: of a step, in which it computes. Empty without jitter.
+    """
+    if not jitter:
+        return {}
+    meetings = {name: meeting for axis in AXES for name, meeting in axis.meetings(plan, num_layers).items()}
+    several = {name: (ranks, times) for name, (ranks, times) in meetings.items() if ranks > 1}
+    total = sum(times for _, times in several.values())
+    return {
+        name: expect_wait(ranks, jitter, seconds * times / total, times) for name, (ranks, times) in several.items()
+    }
 
 
 def _copy_seconds(step: Step, num_parameters: float) -> float:

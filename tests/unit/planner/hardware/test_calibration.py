@@ -27,9 +27,9 @@ from echelon.planner.hardware.calibration_store import (
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
 from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.rates import expect_wait
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.planner.waits import expect_wait
 from echelon.recipe.load import load_recipe
 
 CALIBRATION = Calibration(
