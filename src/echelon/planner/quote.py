@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from echelon.planner.measured_runs import History, MeasuredRun, describe_plan
+from echelon.planner.forecast import History, MeasuredRun, describe_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import RESTART_SECONDS
 from echelon.planner.search import RankedPlan

@@ -16,10 +16,9 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import STRATEGIES
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
-from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.forecast import NO_HISTORY, Forecast, History, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layout import list_divided, list_layouts, list_micro_batches, list_policies
-from echelon.planner.measured_runs import NO_HISTORY, History
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan

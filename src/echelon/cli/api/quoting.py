@@ -14,10 +14,9 @@ from echelon.cli.api.searching import render_numbered, search_instances
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
 from echelon.ground.variables import QUOTE_VARIABLE, find_cache_dir
-from echelon.planner.forecast import HourlyPrice, render_usd
+from echelon.planner.forecast import HourlyPrice, read_history, render_usd
 from echelon.planner.hardware.instances import list_instances
 from echelon.planner.hardware.price_files import find_price_folder
-from echelon.planner.measured_runs import read_history
 from echelon.planner.quote import Quote, find_error_bar, order_quotes
 from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
