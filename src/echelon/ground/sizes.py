@@ -1,4 +1,4 @@
-"""Durations, sizes and lists as text. Sizes in bytes have one system of units: B, KiB, MiB, GiB and TiB: powers of 1024.
+"""Durations and sizes as text. Sizes in bytes have one system of units: B, KiB, MiB, GiB and TiB, powers of 1024.
 
 GB stays where it is a vendor's figure: a card sold with 80 GB, a volume of 100 GB, a network of 3.2 GB/s.
 """
@@ -62,12 +62,6 @@ def render_rate(rate: float) -> str:
 def count_noun(number: int, noun: str, ending: str = "s") -> str:
     """A number with its noun, which takes the ending unless there is one: `1 process`, `2 processes`."""
     return f"{number} {noun}{'' if number == 1 else ending}"
-
-
-def nearest(values: list[int], target: int, each_side: int = 2) -> list[int]:
-    """The values closest to a target on both sides, including the target if it is among them, sorted."""
-    below, above = [v for v in values if v <= target], [v for v in values if v > target]
-    return below[-each_side:] + above[:each_side]
 
 
 def join_words(words: Sequence[str], last: str = "or") -> str:

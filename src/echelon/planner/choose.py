@@ -30,7 +30,7 @@ from echelon.planner.layout import (
     micro_batch_sizes,
     weighed_axes,
 )
-from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
+from echelon.planner.memory import MemoryEstimate, add_rollout, count_held, describe_rollout, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import AdapterPlan, LossKind, ParallelPlan, Precision, build_sync_plan
 from echelon.planner.replica_costs import describe_traffic
@@ -44,7 +44,6 @@ from echelon.planner.replica_limits import (
     join_quorum,
     join_servers,
 )
-from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
 from echelon.recipe.names import OBJECTIVES

@@ -13,8 +13,8 @@ from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.ground.sizes import join_words, nearest
-from echelon.planner.axes.axis import Axis, Choices
+from echelon.ground.sizes import join_words
+from echelon.planner.axes.axis import Axis, Choices, nearest
 from echelon.planner.axes.data import choose_switches, list_switches, name_layout, name_strategy
 from echelon.planner.axes.expert import EXPERT
 from echelon.planner.axes.table import AXES, MODEL_AXES

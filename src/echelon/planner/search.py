@@ -19,11 +19,10 @@ from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.forecast import NO_HISTORY, Forecast, History, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layout import list_divided, list_layouts, list_micro_batches, list_policies
-from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.memory import MemoryEstimate, add_rollout, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput
-from echelon.planner.sampled_answers import add_rollout
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from echelon.ground.errors import PlanError
+from echelon.planner.axes.axis import CommunicationGroup, find_group
 from echelon.planner.axes.data import copied_bytes
-from echelon.planner.collectives import CommunicationGroup, find_group
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links

@@ -14,8 +14,8 @@ import pytest
 
 from echelon.cli.commands.plan import plan
 from echelon.ground.errors import ConfigError
+from echelon.planner.axes.axis import find_group
 from echelon.planner.choose import resolve_plan
-from echelon.planner.collectives import find_group
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.calibration_store import (
     Calibration,
