@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_duration
+from echelon.planner.activations import KeptActivations
 from echelon.planner.engine_limits import find_row
 from echelon.planner.hardware.accelerators import CPU_BF16_MARGIN, Cluster
-from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import Precision, Rounding
 from echelon.recipe.data_formats import RECORD_FORMATS, masks_documents

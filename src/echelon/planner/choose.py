@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import join_words, render_bytes
+from echelon.planner.activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.arithmetic import (
     COMPILE_GAIN,
@@ -19,7 +20,6 @@ from echelon.planner.arithmetic import (
 from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
-from echelon.planner.kept_activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.layout import (
     MICRO_BATCH_TOKENS,
     build_layout,

@@ -1,6 +1,6 @@
 """Bytes of device memory one rank needs under a plan, by part.
 
-States are exact arithmetic. Activations are counted in activation_memory.py.
+States are exact arithmetic. Activations are counted in activations.py.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from echelon.ground.sizes import count_noun, render_bytes
-from echelon.planner.activation_memory import FP32_BYTES, activation_bytes, answer_bytes, deferred_bytes, knows_compiled
+from echelon.planner.activations import FP32_BYTES, activation_bytes, answer_bytes, deferred_bytes, knows_compiled
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.axes.axis import RankLoad
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
