@@ -1,7 +1,7 @@
 """The activations that layers keep for the backward pass: the keys of the recipe, checked together, and their bytes.
 
-Bytes are those of the tensors that backward keeps for a Hugging Face decoder layer run eagerly with fused attention: the
-form of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4), its terms
+The bytes are those of the tensors that a Hugging Face decoder layer keeps, run eagerly with fused attention: the form
+of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4), its terms
 replaced by what these layers were measured to save (test_memory.py).
 """
 
