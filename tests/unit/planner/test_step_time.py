@@ -13,12 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from echelon.ground.errors import PlanError
 from echelon.planner.axes.axis import CommunicationGroup, find_group
 from echelon.planner.axes.data import copied_bytes
+from echelon.planner.forecast import describe_payoff, find_payoff
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links
 from echelon.planner.layer_time import NORM_BYTES, ROTARY_PASSES
 from echelon.planner.memory import estimate_memory
-from echelon.planner.payoff import describe_payoff, find_payoff
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
 from echelon.planner.replica_limits import without_sync

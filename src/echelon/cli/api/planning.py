@@ -17,7 +17,7 @@ from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines
-from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, read_history
+from echelon.planner.forecast import Forecast, HourlyPrice, describe_payoff, forecast_run, read_history
 from echelon.planner.hardware.accelerators import Cluster, parse_devices
 from echelon.planner.hardware.calibrate import measure_machine
 from echelon.planner.hardware.calibration_store import Calibration, store_calibration
@@ -28,7 +28,6 @@ from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.reliability import RESTART_SECONDS, Goodput, Reliability, estimate_goodput
