@@ -15,6 +15,7 @@ import pytest
 from echelon.cli.commands.plan import plan
 from echelon.ground.errors import ConfigError
 from echelon.planner.axes.axis import find_group
+from echelon.planner.calibration import fit_calibration
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.calibration_store import (
@@ -25,7 +26,6 @@ from echelon.planner.hardware.calibration_store import (
     store_calibration,
 )
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
-from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.rates import expect_wait
 from echelon.planner.shape import build_shape
