@@ -1,6 +1,6 @@
 """Calibrates this machine: starts a process for each device, which time the same work at once, and fits the constants.
 
-These are the planner's own formulas, solved for them.
+With these constants the planner's own formulas give the times that were measured.
 """
 
 import json
