@@ -198,7 +198,7 @@ def resolve_plan(
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)
-    plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, recipe, shape, kind)]
+    plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, shape, kind)]
     plan_why += describe_unproven(recipe, cluster)
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))

@@ -1,4 +1,4 @@
-"""Bytes of device memory one rank needs under a plan, by part.
+"""Bytes of device memory one rank needs under a plan, by part, and how many sampled answers fit beside them.
 
 States are exact arithmetic. Activations are counted in activations.py.
 """
@@ -142,7 +142,7 @@ def add_rollout(
     return replace(plan, rollout=replace(rollout, max_num_seqs=rows))
 
 
-def describe_rollout(plan: ParallelPlan, recipe: "Recipe", shape: ModelShape, kind: DeviceKind) -> list[str]:
+def describe_rollout(plan: ParallelPlan, shape: ModelShape, kind: DeviceKind) -> list[str]:
     """Return the line about the answers that a rank samples at once."""
     if plan.rollout is None:
         return []
