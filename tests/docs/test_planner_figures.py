@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from echelon.planner.quote import PUBLISHED_HIGH, PUBLISHED_LOW
+from echelon.cli.api.quoting import PUBLISHED_HIGH, PUBLISHED_LOW
 from echelon.planner.rates import GPU_RATES
 from planner_accuracy import (
     Case,

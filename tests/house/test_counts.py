@@ -77,6 +77,14 @@ def count_commands(group: Group) -> int:
     return sum(count_commands(command) if isinstance(command, Group) else 1 for command in shown)
 
 
+def count_arrows(tree: SourceTree, package: str) -> int:
+    """Pairs of rooms, the modules and packages directly inside a package, of which the first imports the second."""
+    start = f"{package}."
+    rooms = {name: name.removeprefix(start).partition(".")[0] for name in tree.modules if name.startswith(start)}
+    targets = {(room, target) for name, room in rooms.items() for target in tree.imported(tree.modules[name])}
+    return len({(room, rooms[target]) for room, target in targets if rooms.get(target, room) != room})
+
+
 def count_test_lines() -> int:
     """The lines of the tests."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py"))
@@ -90,6 +98,7 @@ COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "vague names of variables": (lambda: count_vague_names(ECHELON), 279, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 20, 0),
+    "arrows in the planner": (lambda: count_arrows(ECHELON, "echelon.planner"), 113, 0),
     "recipe keys": (lambda: count_keys(Recipe), 290, 0),
     "commands": (lambda: count_commands(get_command(app)), 21, 0),
     "lines of tests": (count_test_lines, 82_720, 500),
@@ -114,13 +123,14 @@ def test_what_is_counted_is_found(tmp_path):
     tree = plant(
         tmp_path,
         a="class Twice: ...\nclass Once: ...\ndef f(a, b, c, d, *, e, f, g, h): ...\nown = row = here[known]\n",
-        b="class Twice: ...\ndef g():\n    raise ValueError('a text')\n    raise\n    raise KeyError\n",
-        c="class C:\n    class Once: ...\n    def wide(self, b, c, d, e, f, g, h, i): ...\n",
+        b="class Twice: ...\ndef g():\n    from . import a\n    raise OSError('text')\n    raise\n    raise KeyError\n",
+        c="from . import a, b\nclass C:\n    class Once: ...\n    def wide(self, b, c, d, e, f, g, h, i): ...\n",
     )
-    assert (count_files(tree), count_lines(tree), count_raises(tree)) == (4, 12, 1)
+    assert (count_files(tree), count_lines(tree), count_raises(tree)) == (4, 14, 1)
     assert count_vague_names(tree) == 1
     assert find_doubled_classes(tree) == ["Twice"]
     assert find_wide_functions(tree) == ["c.wide"]
+    assert count_arrows(tree, tmp_path.name) == 3
 
 
 class Inner(Section):

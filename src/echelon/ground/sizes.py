@@ -3,6 +3,8 @@
 GB stays where it is a vendor's figure: a card sold with 80 GB, a volume of 100 GB, a network of 3.2 GB/s.
 """
 
+from collections.abc import Sequence
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -60,3 +62,8 @@ def render_rate(rate: float) -> str:
 def count_noun(number: int, noun: str, ending: str = "s") -> str:
     """A number with its noun, which takes the ending unless there is one: `1 process`, `2 processes`."""
     return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def join_words(words: Sequence[str], last: str = "or") -> str:
+    """The words as a list in a sentence: `1, 2 or 4`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

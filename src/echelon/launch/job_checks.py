@@ -35,13 +35,13 @@ from echelon.learn.data.prepare_spec import prepare_spec
 from echelon.learn.data.source import find_absent
 from echelon.learn.data.templates import load_template
 from echelon.learn.model.hub import find_commits
-from echelon.planner.arithmetic import choose_precision
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Cluster, parse_devices
 from echelon.planner.hardware.job_machines import find_machines
 from echelon.planner.machines import choose_instance, find_cluster
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan_fields import choose_precision
 from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe.document import Recipe
 from echelon.recipe.engines import NATIVE

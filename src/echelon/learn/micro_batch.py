@@ -17,7 +17,7 @@ from echelon.learn.engines import Engine, EngineSpec, Rehearsal, build_engine
 from echelon.learn.evaluation import read_in_order
 from echelon.learn.model.adapters import find_new_tokens
 from echelon.learn.objectives.objective import build_objective
-from echelon.planner.kept_activations import list_activations
+from echelon.planner.activations import list_activations
 from echelon.planner.memory_parts import MemoryParts
 from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ParallelPlan

@@ -7,30 +7,35 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.ground.sizes import render_bytes
+from echelon.ground.sizes import join_words, render_bytes
+from echelon.planner.activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
-from echelon.planner.arithmetic import (
-    COMPILE_GAIN,
-    choose_compile,
-    choose_precision,
-    estimate_seconds,
-    keeps_documents_apart,
-)
 from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
-from echelon.planner.fitting_values import join_words
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
-from echelon.planner.kept_activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.layout import (
     MICRO_BATCH_TOKENS,
     build_layout,
     check_batch,
     find_replica,
+    list_divided,
+    list_micro_batches,
     micro_batch_sizes,
+    weighed_axes,
 )
-from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
+from echelon.planner.memory import MemoryEstimate, add_rollout, count_held, describe_rollout, estimate_memory
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import AdapterPlan, LossKind, ParallelPlan, Precision, build_sync_plan
+from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, build_sync_plan
+from echelon.planner.plan_fields import (
+    COMPILE_GAIN,
+    choose_compile,
+    choose_precision,
+    count_reward_models,
+    count_teacher,
+    estimate_seconds,
+    find_loss_kind,
+    keeps_documents_apart,
+)
 from echelon.planner.replica_costs import describe_traffic
 from echelon.planner.replica_limits import (
     ANYWHERE,
@@ -42,16 +47,11 @@ from echelon.planner.replica_limits import (
     join_quorum,
     join_servers,
 )
-from echelon.planner.sampled_answers import add_rollout, describe_rollout
-from echelon.planner.search_space import list_divided, list_micro_batches, weighed_axes
-from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
-from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
-    from echelon.recipe.objective import ObjectiveConfig
     from echelon.recipe.training import ParallelConfig
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def resolve_plan(
     check_compression(plan)
     check_replicas(plan)
     check_engine(recipe, plan)
-    plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, recipe, shape, kind)]
+    plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, shape, kind)]
     plan_why += describe_unproven(recipe, cluster)
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
@@ -451,7 +451,7 @@ def _build_plan(
         keeps_reference=request.recipe.objective.needs_reference and not request.recipe.adapter.is_adapter,
         num_teacher_parameters=teacher_parameters,
         teacher_hidden_size=teacher_hidden_size,
-        loss=_find_loss_kind(request.recipe.objective),
+        loss=find_loss_kind(request.recipe.objective),
         num_reward_parameters=count_reward_models(request.recipe),
         holds_snapshots=holds_snapshots(request.recipe),
         activation_offloading=bool(request.recipe.train.activation_offloading),
@@ -465,18 +465,6 @@ def _build_plan(
     )
     whole = kept.apply(replace(plan, precision=compressed_precision(request.precision, plan)))
     return add_rollout(whole, request.recipe, request.shape, request.cluster.kind, request.usable_bytes)
-
-
-def _find_loss_kind(objective: "ObjectiveConfig") -> LossKind:
-    if objective.name not in OBJECTIVES:
-        return "function"
-    if objective.name != "distill":
-        return "cross_entropy"
-    if not objective.teacher_in_memory:
-        return "likeliest"
-    if objective.loss_name == "jsd":
-        return "mixture"
-    return "divergence_and_labels" if objective.sft_weight else "divergence"
 
 
 def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: MemoryEstimate) -> str:

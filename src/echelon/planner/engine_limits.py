@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.fitting_values import join_words
+from echelon.ground.sizes import join_words
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
 

@@ -7,9 +7,6 @@ from echelon.ground.quiet_imports import import_bitsandbytes
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys for the number of experts
 
-DIVIDED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-"""The mixtures whose experts `parallel: auto` divides."""
-
 
 def count_experts(config: Any) -> int | None:
     """Return the number of experts that a text config sets; None if it sets none."""

@@ -10,11 +10,10 @@ from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes, render_duration
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
-from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, render_usd
+from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, read_history, render_usd
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.instances import Instance, cluster_of, list_instances
 from echelon.planner.hardware.job_machines import find_machines
-from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan

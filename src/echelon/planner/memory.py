@@ -1,32 +1,30 @@
-"""Bytes of device memory one rank needs under a plan, by part.
+"""Bytes of device memory one rank needs under a plan, by part, and how many sampled answers fit beside them.
 
-States are exact arithmetic. Activations are counted in activation_memory.py.
+States are exact arithmetic. Activations are counted in activations.py.
 """
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from echelon.ground.sizes import render_bytes
-from echelon.planner.activation_memory import (
-    FP32_BYTES,
-    activation_bytes,
-    answer_bytes,
-    deferred_bytes,
-    knows_compiled,
-)
+from echelon.ground.sizes import count_noun, render_bytes
+from echelon.planner.activations import FP32_BYTES, activation_bytes, answer_bytes, deferred_bytes, knows_compiled
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.axes.axis import RankLoad
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.memory_parts import MemoryParts, StoredBytes
 from echelon.planner.model_shape import FUNCTION_LOGITS, TEACHER_LOGITS, ModelShape, logits_chunk_tokens
-from echelon.planner.plan import DTYPE_BYTES, LossKind, ParallelPlan
+from echelon.planner.plan import DTYPE_BYTES, LossKind, ParallelPlan, RolloutPlan
 from echelon.planner.rates import keeps_scores
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
+
+if TYPE_CHECKING:
+    from echelon.recipe.document import Recipe
 
 _CAPPED = (
     "soft-capped attention is flex attention, which keeps no scores; eager attention needs more",
@@ -116,6 +114,45 @@ def estimate_stored(shape: ModelShape, plan: ParallelPlan) -> list[StoredBytes]:
         device = StoredBytes(states.parameters, states.gradients, states.optimizer)
         stored.append(StoredBytes(*_shard_states(load.shape, rank_plan)) if plan.cpu_offload else device)
     return stored
+
+
+def add_rollout(
+    plan: ParallelPlan, recipe: "Recipe", shape: ModelShape, kind: DeviceKind, usable: float | None
+) -> ParallelPlan:
+    """Return the plan with the rollout of the recipe, if it has one.
+
+    As many answers are sampled at once as fit beside the weights and the optimizer's state: at least one, and at most
+    `rollout.max_num_seqs`.
+
+    Args:
+        usable: bytes of a device; None if unknown.
+    """
+    if not recipe.samples_answers:
+        return replace(plan, rollout=None)
+    config, most = recipe.rollout, plan.num_read
+    rows = most if config.max_num_seqs == "auto" else min(most, config.max_num_seqs)
+    group_size = config.group_size if recipe.draws_answers else 1
+    turns = 1 if config.environment is None else config.environment.max_turns
+    tokens = min(turns * config.max_new_tokens, plan.sequence_len - 1)
+    rollout = RolloutPlan(group_size, tokens, config.updates, 1, config.sampler)
+    if usable is not None:
+        needs = estimate_memory(shape, replace(plan, rollout=rollout), kind)
+        room = usable - (needs.states - needs.gradients)
+        rows = max(1, min(rows, int(room / max(1, needs.answers))))
+    return replace(plan, rollout=replace(rollout, max_num_seqs=rows))
+
+
+def describe_rollout(plan: ParallelPlan, shape: ModelShape, kind: DeviceKind) -> list[str]:
+    """Return the line about the answers that a rank samples at once."""
+    if plan.rollout is None:
+        return []
+    rollout = plan.rollout
+    needs = estimate_memory(shape, plan, kind)
+    rest = "without a cache, because of parallel.pp" if plan.stages else "with their keys and values"
+    return [
+        f"rollout: {rollout.max_num_seqs} of the {count_noun(plan.num_read, 'answer')} of each rank are sampled at "
+        f"once, {rest} in {render_bytes(needs.answers)}, before there are gradients and activations"
+    ]
 
 
 @dataclass(frozen=True)

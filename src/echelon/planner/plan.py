@@ -9,18 +9,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, ValidationError, with_config
 
 from echelon.ground.errors import PlanError
-from echelon.ground.sizes import count_noun
 from echelon.ground.stored import read_as, validator_of
 from echelon.recipe.engines import NATIVE
 from echelon.recipe.names import OptimizerName, SynchronizerName
-from echelon.recipe.synchronization import (
-    EVERY_STEP,
-    PARAMETER_SERVER,
-    QUORUM,
-    Aggregate,
-    CompressMethod,
-    SyncConfig,
-)
+from echelon.recipe.synchronization import EVERY_STEP, Aggregate, CompressMethod, SyncConfig
 from echelon.recipe.training import AxisName, CpMethod, Float8Scaling, PipelineSchedule
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -126,43 +118,6 @@ class SyncPlan:
     staleness_compensation: float = 0.0
     is_exact: bool = True
     """Whether losses are those of a single process."""
-
-    def describe(self, num_replicas: int, replica_size: int) -> str:
-        """The message about how replicas agree."""
-        words = [self.name]
-        if self.name == PARAMETER_SERVER:
-            words += [
-                count_noun(num_replicas, "worker"),
-                count_noun(self.servers, "server"),
-                f"aggregate {self.aggregate}",
-            ]
-            if self.max_staleness != 0:
-                most = self.max_staleness
-                limit = "any number of steps" if most is None else f"at most {count_noun(most, 'step')}"
-                words.append(f"staleness of {limit}")
-            if self.staleness_compensation:
-                words.append(f"compensated with {self.staleness_compensation:g}")
-        elif num_replicas > 1:
-            words.append(f"{num_replicas} replicas of {count_noun(replica_size, 'process', 'es')}")
-        if self.name == QUORUM:
-            words.append("the loss of a replica costs one repeated step")
-        if self.every > 1:
-            words.append(f"every {self.every} steps")
-        if (self.outer_learning_rate, self.outer_momentum) != (1.0, 0.0):
-            words.append(f"outer learning rate {self.outer_learning_rate:g}, momentum {self.outer_momentum:g}")
-        if self.overlap:
-            words.append("sent during the next step")
-        if self.method != "none":
-            words.append(f"gradients sent as {self._describe_method()}")
-        lossy = "" if self.is_exact else "; lossy: the losses are not those of sync.name: every_step"
-        return f"sync: {', '.join(words)}{lossy}"
-
-    def _describe_method(self) -> str:
-        if self.method == "powersgd":
-            return f"PowerSGD of rank {self.rank}"
-        if self.method in ("topk", "randomk"):
-            return f"the {'largest' if self.method == 'topk' else 'a random'} {self.fraction:.3g} of their values"
-        return {"sign": "signs"}.get(self.method, self.method)
 
 
 def build_sync_plan(config: SyncConfig) -> SyncPlan:

@@ -3,6 +3,7 @@
 from echelon.ground.sizes import count_noun
 from echelon.planner.plan import AdapterPlan, ParallelPlan, SyncPlan
 from echelon.recipe.engines import NATIVE
+from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
 
@@ -82,7 +83,7 @@ def _describe_batch(plan: ParallelPlan) -> list[str]:
         *([_REFERENCE] if plan.keeps_reference else []),
         *([_describe_teacher(plan)] if plan.num_teacher_parameters else []),
         *([_describe_reward_models(plan)] if plan.num_reward_parameters else []),
-        *([] if plan.sync == SyncPlan() else [plan.sync.describe(plan.num_replicas, plan.replica_size)]),
+        *([] if plan.sync == SyncPlan() else [_describe_sync(plan)]),
     ]
 
 
@@ -98,6 +99,46 @@ def _describe_reward_models(plan: ParallelPlan) -> str:
         f"reward: {plan.num_reward_parameters:,} frozen parameters of reward models, whole on each process that judges "
         f"answers, in {plan.precision.compute}"
     )
+
+
+def _describe_sync(plan: ParallelPlan) -> str:
+    """How replicas agree."""
+    sync = plan.sync
+    words = [sync.name]
+    if sync.name == PARAMETER_SERVER:
+        words += [
+            count_noun(plan.num_replicas, "worker"),
+            count_noun(sync.servers, "server"),
+            f"aggregate {sync.aggregate}",
+        ]
+        if sync.max_staleness != 0:
+            most = sync.max_staleness
+            limit = "any number of steps" if most is None else f"at most {count_noun(most, 'step')}"
+            words.append(f"staleness of {limit}")
+        if sync.staleness_compensation:
+            words.append(f"compensated with {sync.staleness_compensation:g}")
+    elif plan.num_replicas > 1:
+        words.append(f"{plan.num_replicas} replicas of {count_noun(plan.replica_size, 'process', 'es')}")
+    if sync.name == QUORUM:
+        words.append("the loss of a replica costs one repeated step")
+    if sync.every > 1:
+        words.append(f"every {sync.every} steps")
+    if (sync.outer_learning_rate, sync.outer_momentum) != (1.0, 0.0):
+        words.append(f"outer learning rate {sync.outer_learning_rate:g}, momentum {sync.outer_momentum:g}")
+    if sync.overlap:
+        words.append("sent during the next step")
+    if sync.method != "none":
+        words.append(f"gradients sent as {_describe_compression(sync)}")
+    lossy = "" if sync.is_exact else "; lossy: the losses are not those of sync.name: every_step"
+    return f"sync: {', '.join(words)}{lossy}"
+
+
+def _describe_compression(sync: SyncPlan) -> str:
+    if sync.method == "powersgd":
+        return f"PowerSGD of rank {sync.rank}"
+    if sync.method in ("topk", "randomk"):
+        return f"the {'largest' if sync.method == 'topk' else 'a random'} {sync.fraction:.3g} of their values"
+    return {"sign": "signs"}.get(sync.method, sync.method)
 
 
 def _describe_strategy(plan: ParallelPlan) -> str:

@@ -6,6 +6,7 @@ The fitted ones are those of `benchmarks/planner_accuracy.py`, over the publishe
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Literal, TypeVar
 
 from echelon.ground.errors import PlanError
@@ -240,3 +241,20 @@ def attention_flops(device: Accelerator, compute: str, head_dim: int, software: 
 
 def _by_device(table: dict[str, _Value], name: str, otherwise: _Value) -> _Value:
     return table.get(name, table.get(name.split("-")[0], otherwise))
+
+
+def expect_largest(count: int) -> float:
+    """The expected largest of `count` independent numbers of a standard normal distribution.
+
+    The quantile of Blom, "Statistical Estimates and Transformed Beta-Variables" (1958), at (n - 3/8) / (n + 1/4).
+    """
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def expect_wait(count: int, jitter: float, seconds: float, times: float) -> float:
+    """The expected seconds in which one of `count` ranks waits for the last, at `times` collectives in a step.
+
+    Between two of them each rank computes for a part s of `seconds`; its time varies normally with a standard deviation
+    of jitter * sqrt(s), as the sum of many short independent disturbances does.
+    """
+    return jitter * expect_largest(count) * math.sqrt(seconds * times)

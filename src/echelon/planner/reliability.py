@@ -8,8 +8,7 @@ from echelon.ground.sizes import render_duration
 from echelon.planner.memory import estimate_checkpoint
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
-from echelon.planner.rates import GPU_RATES
-from echelon.planner.waits import expect_largest
+from echelon.planner.rates import GPU_RATES, expect_largest
 
 RESTART_SECONDS = 300.0
 """From a failure to the next step, if it is not given: an assumption, not a measurement."""

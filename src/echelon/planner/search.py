@@ -1,7 +1,7 @@
 """Every allowed plan of a recipe on a cluster, with its memory, time and cost, ranked.
 
 What the recipe sets is kept: `parallel`, `train.micro_batch_size`, `train.activation_checkpointing`,
-`train.activation_offloading`, `train.precision`, `sync`. `search_space.py` lists what is tried where it leaves the
+`train.activation_offloading`, `train.precision`, `sync`. `layout.py` lists what is tried where it leaves the
 choice to echelon. `resolve_plan` builds each plan, so a plan that it refuses is no candidate.
 """
 
@@ -16,15 +16,13 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import STRATEGIES
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
-from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.forecast import NO_HISTORY, Forecast, History, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.measured_runs import NO_HISTORY, History
-from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.layout import list_divided, list_layouts, list_micro_batches, list_policies
+from echelon.planner.memory import MemoryEstimate, add_rollout, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.reliability import Goodput
-from echelon.planner.sampled_answers import add_rollout
-from echelon.planner.search_space import list_divided, list_layouts, list_micro_batches, list_policies
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Seconds of one training step on the slowest rank, by part.
 
 Each decoder layer is a roofline: matrix products by FLOPs, the rest by bytes. Collectives cost latency and bytes
-(`collectives.py`); what runs beside computation counts only as far as it is longer. `rates.py` has the constants.
+(`axes/axis.py`); what runs beside computation counts only as far as it is longer. `rates.py` has the constants.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
+from echelon.ground.sizes import count_noun
+from echelon.planner.axes.axis import find_group
 from echelon.planner.axes.data import copied_bytes, count_updated, data_seconds
 from echelon.planner.axes.pipeline import (
     PIPELINE,
@@ -18,18 +20,18 @@ from echelon.planner.axes.pipeline import (
     time_stages,
     waiting_seconds,
 )
-from echelon.planner.axes.table import LAYER_AXES, count_absent, divide_shape
+from echelon.planner.axes.table import AXES, LAYER_AXES, count_absent, divide_shape
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.links import Links
-from echelon.planner.layer_time import LaunchTime, Step, head_time, launch_time, layer_time
+from echelon.planner.layer_time import LaunchTime, LayerTime, Step, head_time, launch_time, layer_time
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import ParallelPlan
-from echelon.planner.rates import Rates, Software, choose_software, rates_of
-from echelon.planner.sampled_answers import describe_sampling, sampling_seconds
-from echelon.planner.waits import expect_waits
+from echelon.planner.plan import DTYPE_BYTES, SHARDING, ParallelPlan, RolloutPlan
+from echelon.planner.rates import Rates, Software, choose_software, expect_wait, rates_of
 
 _PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead", "sampling")
+# Passes over the keys and values for each token: they are copied when it is added, and read by attention.
+_CACHE_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -164,15 +166,30 @@ def estimate_time(
         assumptions=tuple(_list_assumptions(cluster, software)),
     )
     scaled = estimate.scaled(waiting)
-    waits = expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
+    waits = _expect_waits(plan, count, scaled.compute + scaled.overhead, rates.jitter)
     exposed = {axis: seconds + waits.get(axis, 0.0) for axis, seconds in scaled.exposed_communication.items()}
     trained = replace(scaled, exposed_communication=exposed)
     if plan.rollout is None:
         return trained
     scored = steps * (count * layer.forward + heads * head.forward)
-    assumptions = (*trained.assumptions, describe_sampling(step))
+    assumptions = (*trained.assumptions, _describe_sampling(step))
     repeated = trained.scaled(plan.rollout.updates)
-    return replace(repeated, sampling=sampling_seconds(step) + scored, assumptions=assumptions)
+    return replace(repeated, sampling=_sampling_seconds(step) + scored, assumptions=assumptions)
+
+
+def _expect_waits(plan: ParallelPlan, num_layers: int, seconds: float, jitter: float) -> dict[str, float]:
+    """The expected seconds in a step of a rank with so many layers, at the collectives of each axis that has several.
+
+    `seconds`: of a step, in which it computes. Empty without jitter.
+    """
+    if not jitter:
+        return {}
+    meetings = {name: meeting for axis in AXES for name, meeting in axis.meetings(plan, num_layers).items()}
+    several = {name: (ranks, times) for name, (ranks, times) in meetings.items() if ranks > 1}
+    total = sum(times for _, times in several.values())
+    return {
+        name: expect_wait(ranks, jitter, seconds * times / total, times) for name, (ranks, times) in several.items()
+    }
 
 
 def _copy_seconds(step: Step, num_parameters: float) -> float:
@@ -212,3 +229,129 @@ def _update_seconds(step: Step, share: float, computation: float) -> tuple[float
         passes = plan.num_microbatches * (2 if plan.reshard_after_forward else 1)
         moved += held * 4 * (passes + 1) / rates.host_bandwidth
     return seconds, moved
+
+
+@dataclass(frozen=True)
+class _TokenTime:
+    """Seconds of a pass that adds one token to each answer that is sampled at once.
+
+    Attributes:
+        products: matrix products, norms and activations.
+        weights: reading the weights, beside the products.
+        cache: reading and copying keys and values.
+        sent: communication: parts of layers, and gathered weights.
+        host: launching the operations of the layers, which are not compiled.
+        ends: the embedding, the head, and drawing from the scores.
+        waits: whether the device waits while the host launches, as a CPU does.
+    """
+
+    products: float
+    weights: float
+    cache: float
+    sent: float
+    host: float
+    ends: float
+    waits: bool
+
+    @property
+    def total(self) -> float:
+        """Seconds of the pass."""
+        computed = max(self.products, self.weights) + self.cache
+        return (computed + self.host if self.waits else max(computed, self.host)) + self.sent + self.ends
+
+    @property
+    def limit(self) -> str:
+        """What takes the longest, in a few words."""
+        parts = {
+            "matrix products": self.products,
+            "reading the weights": self.weights,
+            "keys and values": self.cache,
+            "the network": self.sent,
+            "launching operations": self.host,
+            "the head": self.ends,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def _sampling_seconds(step: Step) -> float:
+    """Return the seconds of a step's answers, if each has `max_new_tokens` and each prompt the rest of the sequence.
+
+    The layers run uncompiled, and one pass continues `max_num_seqs` answers. A plan without a cache (`pp`) computes
+    whole sequences again for each token.
+    """
+    plan, rollout = step.plan, _rollout_of(step)
+    num_turns, rows = _divide_answers(step)
+    num_passes = num_turns * rollout.max_new_tokens
+    if plan.stages:
+        return num_passes * _forward_seconds(step, rows, plan.sequence_len)
+    num_prompts = -(-plan.num_read // rollout.group_size)
+    prompt_len = max(1, plan.sequence_len - rollout.max_new_tokens)
+    return num_passes * _time_token(step).total + _forward_seconds(step, num_prompts, prompt_len)
+
+
+def _describe_sampling(step: Step) -> str:
+    """Return what the seconds of the answers take for granted."""
+    lengths = f"answers have {_rollout_of(step).max_new_tokens} tokens each, the most, and rewards take no time"
+    if step.plan.stages:
+        return lengths
+    token, rows = _time_token(step), count_noun(_divide_answers(step)[1], "answer")
+    return f"{lengths}; a token of {rows} takes {1000 * token.total:.3g} ms, most of it for {token.limit}"
+
+
+def _time_token(step: Step) -> _TokenTime:
+    """Return the seconds of a pass that adds one token to each row of the cache."""
+    rollout, plan, part, count = _rollout_of(step), step.plan, step.part, step.shape.num_layers
+    policy = plan.precision
+    rows, number = _divide_answers(step)[1], DTYPE_BYTES[policy.compute]
+    sized = _resize(step, rows, 1)
+    layer, head, launch = layer_time(sized), head_time(sized), launch_time(sized)
+    read = DTYPE_BYTES[policy.param] + 2 * number if plan.uses_autocast else number  # autocast casts them again
+    mean_len = plan.sequence_len - rollout.max_new_tokens / 2
+    cached = _CACHE_PASSES * rows * mean_len * 2 * part.num_kv_heads * part.head_dim * number
+    head_read = part.hidden_size * part.vocab_size * number / step.bandwidth
+    return _TokenTime(
+        products=count * layer.forward,
+        weights=count * part.num_layer_parameters * read / step.bandwidth,
+        cache=count * cached / step.bandwidth,
+        sent=count * _sent_seconds(sized, layer),
+        host=count * launch.layer / 2,
+        ends=max(head.forward, head_read) + launch.head / 2,
+        waits=step.rates.waits_for_host,
+    )
+
+
+def _divide_answers(step: Step) -> tuple[int, int]:
+    """Return how often answers are sampled at once, and how many each time."""
+    num_turns = -(-step.plan.num_read // _rollout_of(step).max_num_seqs)
+    return num_turns, -(-step.plan.num_read // num_turns)
+
+
+def _rollout_of(step: Step) -> RolloutPlan:
+    assert step.plan.rollout is not None, "the plan samples answers"
+    return step.plan.rollout
+
+
+def _forward_seconds(step: Step, rows: int, length: int) -> float:
+    """Seconds of an uncompiled forward pass through all layers."""
+    sized = _resize(step, rows, length)
+    layer = layer_time(sized)
+    return step.shape.num_layers * (layer.forward + _sent_seconds(sized, layer)) + head_time(sized).forward
+
+
+def _sent_seconds(step: Step, layer: LayerTime) -> float:
+    """Exposed communication of one layer of a forward pass: half of that of both passes, and its gathered weights."""
+    plan = step.plan
+    inside = sum(axis.layer_seconds(step, layer) for axis in LAYER_AXES) / 2
+    if not plan.reshard_after_forward:
+        return inside
+    gathered = step.part.num_layer_parameters * plan.gathered_bytes
+    measured = step.cluster.known_links.inside.gather
+    gather = find_group(plan, step.cluster, SHARDING).all_gather(gathered, measured)
+    return inside + step.exposed(gather, layer.forward)
+
+
+def _resize(step: Step, rows: int, length: int) -> Step:
+    """The step with one uncompiled microbatch of this size."""
+    uncompiled = replace(step.plan, compile=False, activation_checkpointing="none")
+    plan = replace(uncompiled, sequence_len=length, micro_batch_size=rows, num_microbatches=1, rows_per_sequence=1)
+    return replace(step, plan=plan, software=replace(step.software, fused=False))

@@ -13,13 +13,12 @@ from echelon.learn.model.traits import find_traits
 from echelon.learn.parallel.expert import find_experts
 from echelon.learn.parallel.tensor import find_divided
 from echelon.planner.choose import resolve_plan
-from echelon.planner.experts import DIVIDED
 from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.detection import calibrated_cluster
+from echelon.planner.layout import DIVIDED, list_divided
 from echelon.planner.memory import estimate_memory
 from echelon.planner.search import search_plans
-from echelon.planner.search_space import list_divided
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe.document import Recipe

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.arithmetic import COMPILE_GAIN, keeps_documents_apart
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.plan_fields import COMPILE_GAIN, keeps_documents_apart
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe.batches import constant_batch, ramp_batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon.planner.activation_memory import answer_bytes
+from echelon.planner.activations import answer_bytes
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_memory

@@ -11,14 +11,14 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from echelon.ground.errors import PlanError
+from echelon.planner.axes.axis import CommunicationGroup, find_group
 from echelon.planner.axes.data import copied_bytes
-from echelon.planner.collectives import CommunicationGroup, find_group
+from echelon.planner.forecast import describe_payoff, find_payoff
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links
 from echelon.planner.layer_time import NORM_BYTES, ROTARY_PASSES
 from echelon.planner.memory import estimate_memory
-from echelon.planner.payoff import describe_payoff, find_payoff
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
 from echelon.planner.replica_limits import without_sync

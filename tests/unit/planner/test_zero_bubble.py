@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from echelon.learn.engines.footprint import HostAllocations
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.build import build_on_meta
-from echelon.planner.activation_memory import deferred_bytes
+from echelon.planner.activations import deferred_bytes
 from echelon.planner.adapter_plan import build_adapter_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape

@@ -15,21 +15,18 @@ from echelon.ground.errors import ConfigError, LaunchError, PlanError
 from echelon.ground.launch_environment import worker_environment
 from echelon.ground.sizes import render_bytes
 from echelon.ground.variables import find_cache_dir
+from echelon.planner.calibration import fit_calibration, measure_machine
 from echelon.planner.choose import resolve_plan
 from echelon.planner.engine_limits import compare_engines
-from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run
+from echelon.planner.forecast import Forecast, HourlyPrice, describe_payoff, forecast_run, read_history
 from echelon.planner.hardware.accelerators import Cluster, parse_devices
-from echelon.planner.hardware.calibrate import measure_machine
 from echelon.planner.hardware.calibration_store import Calibration, store_calibration
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, find_calibrated_cpu, use_calibration
 from echelon.planner.hardware.instances import find_instance
 from echelon.planner.machines import choose_instance, find_cluster
-from echelon.planner.measured_rates import fit_calibration
-from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.memory_parts import StoredBytes
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.payoff import describe_payoff
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.reliability import RESTART_SECONDS, Goodput, Reliability, estimate_goodput

@@ -15,11 +15,10 @@ from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes, render_duration
 from echelon.ground.variables import find_cache_dir
-from echelon.planner.forecast import Forecast, HourlyPrice
+from echelon.planner.forecast import Forecast, HourlyPrice, read_history
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.instances import list_instances
 from echelon.planner.machines import find_cluster
-from echelon.planner.measured_runs import read_history
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.reliability import Goodput, Reliability, estimate_goodput
 from echelon.planner.search import (

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
-from echelon.planner.collectives import find_group
-from echelon.planner.fitting_values import join_words
+from echelon.ground.sizes import join_words
+from echelon.planner.axes.axis import Axis, Choices, Sender, find_group, ring_share
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan

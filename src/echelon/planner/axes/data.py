@@ -8,9 +8,8 @@ from typing import Any
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
-from echelon.planner.collectives import CommunicationGroup, find_group
-from echelon.planner.fitting_values import join_words, nearest
+from echelon.ground.sizes import join_words
+from echelon.planner.axes.axis import Axis, Choices, CommunicationGroup, Sender, find_group, nearest, ring_share
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.axes.axis import Axis, Choices, RankLoad, Sender
+from echelon.ground.sizes import join_words
+from echelon.planner.axes.axis import Axis, Choices, RankLoad, Sender, find_group, nearest
 from echelon.planner.axes.pipeline_schedule import (
     StageTime,
     bubble_seconds,
@@ -21,8 +22,6 @@ from echelon.planner.axes.pipeline_schedule import (
     shared_seconds,
     waiting_share,
 )
-from echelon.planner.collectives import find_group
-from echelon.planner.fitting_values import join_words, nearest
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AdapterPlan, ParallelPlan

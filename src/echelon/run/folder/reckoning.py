@@ -11,8 +11,7 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.sizes import render_bytes, render_seconds
 from echelon.ground.stored import read_as, write_json
 from echelon.ground.variables import QUOTE_VARIABLE
-from echelon.planner.forecast import render_usd
-from echelon.planner.measured_runs import FEWEST_SECONDS, FEWEST_STEPS, MOST_SPREAD, record_run
+from echelon.planner.forecast import FEWEST_SECONDS, FEWEST_STEPS, MOST_SPREAD, record_run, render_usd
 from echelon.planner.plan import load_plan
 from echelon.run.folder.cost import read_spending
 from echelon.run.folder.run_folder import RunFolder

@@ -20,8 +20,8 @@ from echelon.learn.model.stored_format import StoredFormat, find_stored_format, 
 from echelon.planner.adapter_limits import check_adapter_shape, check_packages
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape, count_scores, with_scores
+from echelon.planner.plan_fields import list_uncounted
 from echelon.planner.shape import build_shape, resolve_vocab_size
-from echelon.planner.teacher_size import list_uncounted
 from echelon.recipe.document import Recipe
 from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.inputs import AdapterConfig, TrainedTokenizerConfig

@@ -13,9 +13,8 @@ from echelon.ground.logs import keep_console_in
 from echelon.ground.stored import read_as, read_bytes, write_json, write_text
 from echelon.ground.variables import find_cache_dir
 from echelon.planner.choose import resolve_plan
-from echelon.planner.forecast import describe_estimate
+from echelon.planner.forecast import describe_estimate, read_history
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.measured_runs import read_history
 from echelon.planner.memory import describe_checkpoint, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan

@@ -19,8 +19,7 @@ from echelon.ground.variables import read_environment
 from echelon.planner.hardware.detection import machine_memory_bytes
 from echelon.planner.hardware.efa import explain_no_efa, find_plugin, is_efa_wanted
 from echelon.planner.hardware.gpu_check import count_expected, count_visible, explain_missing, find_needed
-from echelon.planner.hardware.gpu_health import read_gpu_health
-from echelon.planner.hardware.health import free_memory_bytes
+from echelon.planner.hardware.health import free_memory_bytes, read_gpu_health
 from echelon.run.folder.environment import find_version
 from echelon.tools.doctor.link_probe import ProbeProcess, measure_here
 from echelon.tools.doctor.verdict import Finding

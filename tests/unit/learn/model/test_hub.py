@@ -10,7 +10,7 @@ from echelon.ground.errors import ConfigError, DataError, EchelonError, HubUnrea
 from echelon.ground.sizes import render_bytes
 from echelon.learn.model import hub
 from echelon.learn.model.build import load_config
-from echelon.planner.teacher_size import count_teacher, list_uncounted
+from echelon.planner.plan_fields import count_teacher, list_uncounted
 from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model

@@ -14,8 +14,9 @@ import pytest
 
 from echelon.cli.commands.plan import plan
 from echelon.ground.errors import ConfigError
+from echelon.planner.axes.axis import find_group
+from echelon.planner.calibration import fit_calibration
 from echelon.planner.choose import resolve_plan
-from echelon.planner.collectives import find_group
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.hardware.calibration_store import (
     Calibration,
@@ -25,11 +26,10 @@ from echelon.planner.hardware.calibration_store import (
     store_calibration,
 )
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
-from echelon.planner.measured_rates import fit_calibration
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.rates import expect_wait
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
-from echelon.planner.waits import expect_wait
 from echelon.recipe.load import load_recipe
 
 CALIBRATION = Calibration(

@@ -1,23 +1,31 @@
-"""The precision of a plan and whether its layers are compiled, each choice with the numbers it is based on.
+"""The fields of a plan that do not depend on its layout, each with the numbers that it is based on.
 
-Also whether the documents of a sequence are kept apart.
+They are the precision, whether layers are compiled, whether the documents of a sequence are kept apart, the loss, and
+the sizes of the other models that processes keep: the teacher of a distillation, and reward models.
 """
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
+from echelon.ground.run_files import RunFiles, is_run
 from echelon.ground.sizes import render_duration
-from echelon.planner.engine_limits import find_row
+from echelon.ground.stored import read_json
+from echelon.planner.activations import KeptActivations
 from echelon.planner.hardware.accelerators import CPU_BF16_MARGIN, Cluster
-from echelon.planner.kept_activations import KeptActivations
 from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import Precision, Rounding
+from echelon.planner.plan import LossKind, Precision, Rounding
+from echelon.planner.shape import build_shape
 from echelon.recipe.data_formats import RECORD_FORMATS, masks_documents
+from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.training import Float8Scaling
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
+    from echelon.recipe.objective import ObjectiveConfig
     from echelon.recipe.training import TrainConfig
 
 # On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), and the MFU without it, which
@@ -106,16 +114,6 @@ def estimate_seconds(
     return flops / (cluster.num_devices * peak * _EAGER_MFU)
 
 
-def keeps_documents_apart(recipe: "Recipe", shape: ModelShape) -> bool:
-    """Whether the documents of a sequence do not attend to each other, as far as a recipe tells without its data."""
-    data, answers = recipe.data, recipe.objective.row.answers
-    if answers == "pairs":  # the two answers share a sequence
-        return shape.obeys_masks
-    has_samples = answers is not None or any(source.format in RECORD_FORMATS for source in data.train)
-    are_packed = data.packing is not False and answers != "prompts"
-    return masks_documents(data.document_mask, has_samples) and are_packed and shape.obeys_masks
-
-
 # tests/codegen shows it: the compiler takes the weights of the forward pass instead of dequantising them again.
 _KEEPS_WEIGHTS = (
     "compiled layers keep their 4-bit weights in 16 bits for the backward pass, except with "
@@ -174,10 +172,91 @@ def _choose_on_cpu(cluster: Cluster, seconds: float | None, gain: float) -> tupl
 
 
 def _find_compile_obstacle(recipe: "Recipe", kept: KeptActivations) -> str | None:
-    if not find_row(recipe).compiles:
+    if not ENGINES[recipe.engine].compiles:
         return f"engine={recipe.engine} does not compile layers"
     if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
         return "PyTorch cannot split the backward pass of compiled layers (zero_bubble)"
     if kept.mlp_tiles > 1:
         return "the tiles of an MLP are not compiled"
     return None
+
+
+def keeps_documents_apart(recipe: "Recipe", shape: ModelShape) -> bool:
+    """Whether the documents of a sequence do not attend to each other, as far as a recipe tells without its data."""
+    data, answers = recipe.data, recipe.objective.row.answers
+    if answers == "pairs":  # the two answers share a sequence
+        return shape.obeys_masks
+    has_samples = answers is not None or any(source.format in RECORD_FORMATS for source in data.train)
+    are_packed = data.packing is not False and answers != "prompts"
+    return masks_documents(data.document_mask, has_samples) and are_packed and shape.obeys_masks
+
+
+def find_loss_kind(objective: "ObjectiveConfig") -> LossKind:
+    """The loss as far as its memory depends on it."""
+    if objective.name not in OBJECTIVES:
+        return "function"
+    if objective.name != "distill":
+        return "cross_entropy"
+    if not objective.teacher_in_memory:
+        return "likeliest"
+    if objective.loss_name == "jsd":
+        return "mixture"
+    return "divergence_and_labels" if objective.sft_weight else "divergence"
+
+
+def count_teacher(recipe: "Recipe") -> tuple[int, int]:
+    """Return the parameters and the hidden size of the teacher that processes keep in memory.
+
+    Zeros without one, and for one not found here. Raises ConfigError if its config describes no model.
+    """
+    source = recipe.objective.teacher
+    shape = None if source is None or not recipe.objective.teacher_in_memory else _find_shape(source)
+    return (0, 0) if shape is None else (shape.num_parameters, shape.hidden_size)
+
+
+def count_reward_models(recipe: "Recipe") -> int:
+    """Return the parameters of the recipe's reward models. Those that are not here count zero.
+
+    Raises ConfigError if a config describes no model.
+    """
+    shapes = [_find_shape(reward.model_path) for reward in recipe.reward if reward.model_path is not None]
+    return sum(shape.num_parameters for shape in shapes if shape is not None)
+
+
+def list_uncounted(recipe: "Recipe") -> list[str]:
+    """Return a line for each teacher and reward model whose config is not on this machine, and which counts zero."""
+    kept = {"objective.teacher": recipe.objective.teacher if recipe.objective.teacher_in_memory else None}
+    kept |= {f"reward.{index}.options.path": reward.model_path for index, reward in enumerate(recipe.reward)}
+    return [
+        f"memory: {key}={source} is not counted, because its config.json is not on this machine"
+        for key, source in kept.items()
+        if source is not None and _find_config(source) is None
+    ]
+
+
+def _find_shape(source: str) -> ModelShape | None:
+    path = _find_config(source)
+    return None if path is None else _read_shape(path)
+
+
+@cache
+def _read_shape(path: Path) -> ModelShape | None:
+    try:
+        return build_shape(read_json(path), has_adapter=False)
+    except (OSError, ValueError):
+        return None
+
+
+def _find_config(source: str) -> Path | None:
+    """Return the config.json of a folder, a run, or the newest copy that the hub's cache has of a model."""
+    folder = Path(source)
+    if folder.is_dir():
+        path = (RunFiles(folder).model_dir if is_run(folder) else folder) / "config.json"
+        return path if path.is_file() else None
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+    except ImportError:
+        return None
+    snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "snapshots")
+    return max(snapshots.glob("*/config.json"), key=lambda path: path.lstat().st_mtime, default=None)

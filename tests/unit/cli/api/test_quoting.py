@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.cli.api.quoting import QuoteReport, quote
+from echelon.cli.api.quoting import PUBLISHED, ErrorBar, Quote, QuoteReport, find_error_bar, order_quotes, quote
 from echelon.ground.errors import ConfigError
-from echelon.planner.forecast import render_usd
-from echelon.planner.measured_runs import NO_HISTORY, History, MeasuredRun, describe_plan
-from echelon.planner.quote import PUBLISHED, ErrorBar, Quote, find_error_bar, order_quotes
+from echelon.planner.forecast import NO_HISTORY, History, MeasuredRun, describe_plan, render_usd
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.reckoning import read_quote, reckon, store_reckoning
 from echelon.run.folder.run_folder import RunFolder

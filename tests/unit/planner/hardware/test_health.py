@@ -7,7 +7,7 @@ import types
 import pytest
 
 from echelon.ground.variables import SYSTEM_VARIABLE
-from echelon.planner.hardware.gpu_health import GpuHealth, read_gpu_health
+from echelon.planner.hardware.health import GpuHealth, read_gpu_health
 
 NEVER = object()
 

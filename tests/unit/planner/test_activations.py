@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from echelon.planner.activations import list_activations
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
-from echelon.planner.kept_activations import list_activations
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe.document import Recipe
