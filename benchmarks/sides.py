@@ -30,7 +30,7 @@ class EchelonTrainer:
         self.runtime = start_runtime()
         self.trainer = build_trainer(recipe, load_plan(self._folder.plan_path), self._folder, self.runtime)
         self.trainer.num_steps = 0
-        self.trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
+        self.trainer.pauses.agree_on_due = lambda done, num_steps: Due()  # only the steps are measured
 
     def run(self, steps):
         """Train for a block of steps; return their rows of metrics.jsonl."""

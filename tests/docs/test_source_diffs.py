@@ -65,7 +65,7 @@ def changed(tmp_path_factory):
     after = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
     assert after.keys() - before.keys() == ADDED
     changed = [name for name in before if after[name] != before[name]]
-    assert sorted(changed) == ["src/echelon/recipe/names.py", "src/echelon/run/lifecycle/assemble.py"]
+    assert sorted(changed) == ["src/echelon/recipe/names.py", "src/echelon/run/lifecycle/accounts.py"]
     lines = [{line for name in changed for line in text[name].splitlines()} for text in (before, after)]
     assert len(lines[1] - lines[0]) == len(ADDED) + 1 and lines[0] <= lines[1], "one line each, and an import"
     (folder / "box.mbox").write_text("".join(map(MAIL.format, range(300))))

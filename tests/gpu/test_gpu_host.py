@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from echelon.run.training.meters import Measured
+from echelon.run.training.metrics import Measured
 from tests.gpu.gpu_training import Case, model_overrides, trainer_on_gpu
 from tests.parity.training import Row
 

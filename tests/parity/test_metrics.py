@@ -9,8 +9,7 @@ from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines.engine import Targets
 from echelon.planner.plan import ParallelPlan
 from echelon.run.training.bad_steps import Verdict
-from echelon.run.training.meters import GpuLoad, Measured
-from echelon.run.training.metrics import PendingMetrics, StepRecord
+from echelon.run.training.metrics import GpuLoad, Measured, PendingMetrics, StepRecord
 
 pytestmark = pytest.mark.dist
 

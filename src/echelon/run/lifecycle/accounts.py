@@ -1,8 +1,9 @@
-"""Opens what records a run on one rank: its journal, its goodput, the rows of its steps; and describes the start."""
+"""Opens what records and watches a run on one rank: its journal, its goodput, its monitors; describes the start."""
 
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from echelon.learn.data.feed import Feed, describe_source
 from echelon.learn.distributed.runtime import Runtime
@@ -25,7 +26,14 @@ from echelon.run.lifecycle.saved_state import Restored
 from echelon.run.training.evaluations import PromptSampler
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.meters import StepMeter
+from echelon.run.training.profiler import build_recorder
+from echelon.run.training.replicas import build_comparisons
 from echelon.run.training.run_log import Accounting
+from echelon.run.training.straggler import build_straggler_watch
+
+if TYPE_CHECKING:
+    from echelon.run.training.callbacks import Monitor
+    from echelon.run.training.saver import Saver
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +70,22 @@ def open_accounting(
     elif recovery is not None:
         _describe_beginning(learner, feed, sampler, peak_flops)
     return accounting
+
+
+def build_monitors(
+    learner: Learner, folder: RunFolder, runtime: Runtime, accounting: Accounting, saver: "Saver"
+) -> list["Monitor"]:
+    """Build what watches a run on every rank, in the order in which each hook is called. Collective."""
+    recipe, journal, heartbeat = learner.recipe, accounting.journal, accounting.heartbeat
+    return [
+        accounting.meter,
+        accounting.meter.gpu,
+        heartbeat,
+        saver.interval,
+        build_straggler_watch(learner.meshes, recipe.fault.on_straggler, folder.slow_path, journal),
+        build_recorder(recipe.profile, folder, runtime, heartbeat.resting),
+        *build_comparisons(learner, saver, accounting),
+    ]
 
 
 def _open_records(

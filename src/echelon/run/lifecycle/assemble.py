@@ -11,18 +11,15 @@ from echelon.learn.learner import Learner
 from echelon.planner.plan import ParallelPlan
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch
-from echelon.run.lifecycle.accounts import open_accounting
+from echelon.run.lifecycle.accounts import build_monitors, open_accounting
 from echelon.run.lifecycle.extension_checks import find_loop
 from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.saved_state import build_saver, restore
-from echelon.run.training.evaluations import build_evaluations, build_sampler
+from echelon.run.training.evaluations import PromptSampler, build_evaluations
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.loop_run import run_loop
 from echelon.run.training.pauses import Pauses
-from echelon.run.training.profiler import build_recorder
-from echelon.run.training.replicas import build_comparisons
 from echelon.run.training.rollback import BadStepHandler
-from echelon.run.training.straggler import build_straggler_watch
 from echelon.run.training.trainer import Trainer
 from echelon.run.training.training_step import TrainingStep
 
@@ -30,10 +27,8 @@ if TYPE_CHECKING:
     from echelon.ground.launch_environment import LastEnd
     from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
     from echelon.recipe.document import Recipe
-    from echelon.run.training.callbacks import Callback, Monitor
+    from echelon.run.training.callbacks import Callback
     from echelon.run.training.replica_state import HeldState
-    from echelon.run.training.run_log import Accounting
-    from echelon.run.training.saver import Saver
 
 
 def build_trainer(
@@ -83,7 +78,7 @@ def assemble(
     # A save is tested, and the newest state is loaded, before anything of this start is written.
     restored = restore(learner, folder, runtime, held, memory)
     sync = restored.contents.sync
-    sampler = build_sampler(learner)
+    sampler = PromptSampler(learner) if recipe.evaluate.prompts else None
     feed = learner.open_feed()
     judge = None
     if recipe.draws_answers:
@@ -114,18 +109,3 @@ def assemble(
     if restored.held is not None:  # a group of replicas ended before this work was done
         trainer.owes_pause, trainer.owes_save = restored.held.owes_pause, restored.held.owes_save
     return trainer
-
-
-def build_monitors(
-    learner: Learner, folder: RunFolder, runtime: Runtime, accounting: "Accounting", saver: "Saver"
-) -> list["Monitor"]:
-    """Build what watches a run on every rank, in the order in which each hook is called. Collective."""
-    recipe, journal, heartbeat = learner.recipe, accounting.journal, accounting.heartbeat
-    return [
-        accounting.meter,
-        heartbeat,
-        saver.interval,
-        build_straggler_watch(learner.meshes, recipe.fault.on_straggler, folder.slow_path, journal),
-        build_recorder(recipe.profile, folder, runtime, heartbeat.resting),
-        *build_comparisons(learner, saver, accounting),
-    ]

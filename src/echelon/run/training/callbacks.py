@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Callback:
     """Base class for callbacks. Every hook does nothing; override the ones you need.
 
-    Hooks are called only on rank 0, in the training thread, between two steps; the other ranks wait at their next
-    collective until the hook returns. A hook must not start a collective, and should be fast. An exception in a hook
-    ends training with exit code 1; the traceback is in the log of rank 0, and the newest checkpoint is kept.
+    Unless it is a monitor, hooks are called only on rank 0, in the training thread, between two steps; the other ranks
+    wait at their next collective until the hook returns. A hook must not start a collective, and should be fast. An
+    exception ends training with exit code 1; the traceback is in the log of rank 0, and the newest checkpoint is kept.
     """
 
     def on_start(self, step: int) -> None:
@@ -41,12 +41,8 @@ class Callback:
 class FinishedStep:
     """A step that all ranks have finished, as monitors see it before its row is written.
 
-    Attributes:
-        metrics: its metrics over all ranks.
-        seconds: its duration on this rank.
-        state: the counters after it.
-        measured: what monitors have measured, for its row in metrics.jsonl, by key.
-        stop_cause: why the run must stop after it, the same on every rank.
+    `metrics`: over all ranks. `seconds`: its duration on this rank. `state`: the counters after it. `measured`: what
+    monitors add to its row in metrics.jsonl. `stop_cause`: why the run stops after it, the same on every rank.
     """
 
     metrics: "StepMetrics"

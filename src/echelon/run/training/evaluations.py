@@ -2,14 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from echelon.ground.stop_request import StopRequest, agreed_stop
 from echelon.learn.answers.generation import continue_prompts, find_end
@@ -81,29 +80,21 @@ class Benchmarks:
 
 
 class PromptSampler:
-    """Continues the same prompts with the same random draws at every evaluation.
+    """Continues `evaluate.prompts` with the same random draws at every evaluation.
 
     The draws equal those of `echelon generate` with default settings and the run's seed. Each token is a forward pass,
     also after all samples have ended: every rank runs the same passes.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[str],
-        max_tokens: int,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: Sequence[int],
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        """`stops`: token ids that end a sample."""
-        self.prompts = tuple(prompts)
-        self._tokenizer = tokenizer
-        self._stops = frozenset(stops)
-        self._ids = encode_prompts(prompts, tokenizer)
-        self._max_tokens = max_tokens
-        self._seed = seed
-        self._device = device
+    def __init__(self, learner: "Learner") -> None:
+        evaluate = learner.recipe.evaluate
+        self.prompts = evaluate.prompts
+        self._tokenizer = learner.tokenizer
+        self._stops = frozenset(learner.stops)
+        self._ids = encode_prompts(self.prompts, self._tokenizer)
+        self._max_tokens = evaluate.prompt_tokens
+        self._seed = learner.recipe.run.seed
+        self._device = learner.device
 
     def describe(self) -> str:
         """Describe the cost in one line."""
@@ -269,12 +260,3 @@ def build_evaluations(
     if not learner.data.validation and benchmarks is None:
         return None
     return Evaluations(learner, sync, sampler, accounting, stop, judge, benchmarks)
-
-
-def build_sampler(learner: "Learner") -> PromptSampler | None:
-    """Build the sampler that continues `evaluate.prompts` at each evaluation, if there are any."""
-    evaluate = learner.recipe.evaluate
-    if not evaluate.prompts:
-        return None
-    seed, stops = learner.recipe.run.seed, learner.stops
-    return PromptSampler(evaluate.prompts, evaluate.prompt_tokens, learner.tokenizer, stops, seed, learner.device)

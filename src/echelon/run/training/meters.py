@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -15,38 +13,13 @@ from typing_extensions import override
 from echelon.learn.distributed.stamp import Stamp
 from echelon.learn.distributed.traffic import count_traffic
 from echelon.run.training.callbacks import FinishedStep, Monitor
+from echelon.run.training.metrics import GpuLoad, Measured, find_message_wait
 from echelon.run.training.straggler import read_own_time
-
-if TYPE_CHECKING:
-    from echelon.run.training.metrics import StepMetrics
 
 _PERIOD_SECONDS = 1.0  # NVML itself averages over 1/6 s to 1 s
 
 
-class GpuLoad(NamedTuple):
-    """Of a GPU the share of the time in which a kernel ran, from 0 to 1, and the power in watts."""
-
-    utilization: float
-    watts: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What this rank measured since its last step, and reports with the metrics of this one.
-
-    peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives. wall_seconds: since
-    its last step; busy_seconds: those in which it worked for the step, without waiting for other ranks or for data.
-    gpu: the load of its GPU.
-    """
-
-    peak_bytes: int | None = None
-    sent_bytes: float = 0.0
-    wall_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    gpu: GpuLoad | None = None
-
-
-class GpuMeter:
+class GpuMeter(Monitor):
     """Reads the load of a GPU once a second, in a thread: a call of NVML takes milliseconds, or hangs with the GPU.
 
     NVML asks the driver and not the stream of kernels, so nothing waits for the device. Without a GPU, without NVML's
@@ -61,15 +34,15 @@ class GpuMeter:
         self._latest: GpuLoad | None = None
         self._ended = threading.Event()
 
-    def start(self) -> None:
-        """Start reading, if there is a GPU."""
+    @override
+    def on_start(self, step: int) -> None:
         if self._device.type == "cuda":
             self._ended = threading.Event()
             threading.Thread(target=self._watch, args=(self._ended,), name="gpu meter", daemon=True).start()
 
-    def stop(self) -> None:
-        """Stop reading; does not wait for a call that is under way."""
-        self._ended.set()
+    @override
+    def on_end(self) -> None:
+        self._ended.set()  # without waiting for a call that is under way
 
     def take(self) -> GpuLoad | None:
         """Return the mean load since the last call, or the latest one if there is no newer; None if unknown."""
@@ -102,26 +75,16 @@ def _read_load(device: torch.device) -> GpuLoad | None:
 class StepMeter(Monitor):
     """Measures the steps of this rank."""
 
-    def __init__(
-        self, device: torch.device, log_every: int, find_mfu: Callable[[float], float | None] = lambda rate: None
-    ) -> None:
+    def __init__(self, device: torch.device, log_every: int, find_mfu: Callable[[float], float | None]) -> None:
         """`find_mfu`: returns the MFU at a number of tokens per second over all ranks; None if unknown."""
         self.traffic = count_traffic()
         self._device = device
         self._log_every = log_every
         self._find_mfu = find_mfu
-        self._gpu = GpuMeter(device)
+        self.gpu = GpuMeter(device)
         self._peak_bytes: int | None = None
         self._mark = Stamp(device)
         self._measured_at, self._entered = time.perf_counter(), 0.0
-
-    @override
-    def on_start(self, step: int) -> None:
-        self._gpu.start()
-
-    @override
-    def on_end(self) -> None:
-        self._gpu.stop()
 
     def restart(self) -> None:
         """Start the clock of the next step: time since the last step does not count, nor do bytes sent since then."""
@@ -140,7 +103,7 @@ class StepMeter(Monitor):
         peak = peak_memory_bytes(self._device) if is_due else None
         busy = 0.0 if self._device.type == "cuda" else read_own_time() - self._entered
         wall, self._measured_at = time.perf_counter() - self._measured_at, time.perf_counter()
-        return Measured(peak, self.traffic.take(), wall, busy, self._gpu.take())
+        return Measured(peak, self.traffic.take(), wall, busy, self.gpu.take())
 
     def finish(self, finished: Stamp) -> float:
         """Return the seconds of the next finished step, which ended at this moment."""
@@ -167,10 +130,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def find_message_wait(metrics: "StepMetrics") -> float | None:
-    """Return the seconds of a step in which even the busiest rank waited for messages; None if that is not measured."""
-    busiest = max(metrics.own_seconds, default=0.0)
-    is_measured = len(metrics.own_seconds) > 1 and busiest > metrics.data_wait_seconds
-    return max(0.0, metrics.wall_seconds - busiest) if is_measured else None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from echelon.learn.distributed.mesh import AXES, Meshes, start_all_reduce
 from echelon.learn.distributed.stamp import Stamp
 from echelon.learn.engines.engine import Targets
 from echelon.run.training.bad_steps import Verdict
-from echelon.run.training.meters import GpuLoad, Measured
 
 LIMB_BITS = 16  # a batch hash is reduced as four limbs, whose sums over any number of ranks are exact in fp64
 _NUM_LIMBS = 4
@@ -83,6 +82,29 @@ class StepRecord:
 
 def _add(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
     return None if mine is None or theirs is None else mine + theirs
+
+
+class GpuLoad(NamedTuple):
+    """Of a GPU the share of the time in which a kernel ran, from 0 to 1, and the power in watts."""
+
+    utilization: float
+    watts: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this rank measured since its last step, and reports with the metrics of this one.
+
+    peak_bytes: its peak memory, on all ranks or on none. sent_bytes: what it sent in collectives. wall_seconds: since
+    its last step; busy_seconds: those in which it worked for the step, without waiting for other ranks or for data.
+    gpu: the load of its GPU.
+    """
+
+    peak_bytes: int | None = None
+    sent_bytes: float = 0.0
+    wall_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    gpu: GpuLoad | None = None
 
 
 _NOTHING = Measured()
@@ -275,13 +297,20 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def find_message_wait(metrics: StepMetrics) -> float | None:
+    """Return the seconds of a step in which even the busiest rank waited for messages; None if that is not measured."""
+    busiest = max(metrics.own_seconds, default=0.0)
+    is_measured = len(metrics.own_seconds) > 1 and busiest > metrics.data_wait_seconds
+    return max(0.0, metrics.wall_seconds - busiest) if is_measured else None
+
+
 def finite(value: float) -> float | None:
     """Return the value, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
-    """Return a train row of metrics.jsonl with every key, null if unknown, and the further metrics of an own loop.
+    """Return a train row of metrics.jsonl: every key, null if not measured, and the further metrics of an own loop.
 
     Raises TrainingError if one of these has the name of a key.
     """

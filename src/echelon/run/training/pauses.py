@@ -32,38 +32,32 @@ WORKS = tuple(work.name for work in fields(Due))
 
 @dataclass
 class Pauses:
-    """Decides what is due after each step, and does it. Every rank must call its methods in the same order.
-
-    Attributes:
-        evaluations: None for a run without held-out text.
-    """
+    """Decides what is due after each step, and does it. Every rank must call its methods in the same order."""
 
     learner: "Learner"
     saver: "Saver"
     evaluations: Evaluations | None
+    """None for a run without held-out text."""
     accounting: Accounting
     stop: StopRequest
 
-    @property
-    def patience(self) -> int | None:
-        """The number of consecutive evaluations without a lower loss that end the run; None for no limit."""
-        return self.learner.recipe.evaluate.early_stopping
-
-    def agree_on_due(self, done: int, is_last: bool) -> Due:
+    def agree_on_due(self, done: int, num_steps: int) -> Due:
         """Return what is due after this step, the same on every rank. Must be called once after each step.
 
-        Collective after some steps. `is_last`: whether it is the run's last step.
+        Collective after some steps. `num_steps`: the last step.
         """
+        is_last = done == num_steps
         return Due(
             comparison=any(monitor.needs_pause(done) for monitor in self.accounting.monitors),
             evaluation=self.evaluations is not None and (is_last or self.evaluations.is_due(done)),
             checkpoint=is_last or self.saver.agree_on_save(done),
-            snapshot=self.saver.snapshot_due(done),
+            snapshot=self.saver.snapshots.is_due(done),
         )
 
     def stops_early(self, state: TrainState) -> bool:
         """Whether the loss has not improved for `evaluate.early_stopping` evaluations."""
-        return self.patience is not None and state.evaluations_since_best >= self.patience
+        patience = self.learner.recipe.evaluate.early_stopping
+        return patience is not None and state.evaluations_since_best >= patience
 
     def run(self, state: TrainState, due: Due) -> TrainState:
         """Do what is due, handle a stop request, and return the new state. Collective.

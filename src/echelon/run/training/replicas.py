@@ -267,11 +267,8 @@ def describe_passes(found: list[OddPass], step: int) -> str:
 class RankComparison(Monitor):
     """What ranks compare at an interval, and before each save, since a checkpoint has the weights of one replica.
 
-    Attributes:
-        every: the interval in steps.
-        event: the name of an event for each difference, a dataclass.
-        find: the differences after a step, the same on every rank. Collective.
-        describe: the message of a run that ends because of them.
+    `every`: the interval in steps. `event`: the name of an event for each difference, a dataclass. `find`: returns the
+    differences after a step, the same on every rank. Collective. `describe`: the message of a run that ends for them.
     """
 
     every: int
@@ -289,7 +286,7 @@ class RankComparison(Monitor):
     def on_pause(self, step: int) -> None:
         """Raise TrainingError if ranks differ, after an event for each difference. Collective."""
         if differences := self.find(step):
-            self.saver.wait()  # the pending save was compared before it began
+            self.saver.store.wait()  # the pending save was compared before it began
             for difference in differences:
                 self.accounting.event(self.event, step=step, **asdict(difference))
             raise TrainingError(self.describe(differences, step))
@@ -297,15 +294,17 @@ class RankComparison(Monitor):
 
 def build_comparisons(learner: "Learner", saver: "Saver", accounting: "Accounting") -> list[RankComparison]:
     """Return what the recipe's `fault` has ranks compare: the weights of replicas, and results from the same tokens."""
-    fault, comparisons = learner.recipe.fault, []
+    fault = learner.recipe.fault
 
     def compare_weights(step: int) -> list[Any]:
         return compare_replicas(learner.engine.state_dict(), learner.meshes)
 
-    for every, event, find, describe in (
+    rows = (
         (fault.verify_replicas_every, "replicas_differ", compare_weights, describe_differences),
         (fault.verify_passes_every, "passes_differ", partial(compare_passes, learner), describe_passes),
-    ):
-        if every is not None:
-            comparisons.append(RankComparison(every, event, find, describe, saver, accounting))
-    return comparisons
+    )
+    return [
+        RankComparison(every, event, find, describe, saver, accounting)
+        for every, event, find, describe in rows
+        if every is not None
+    ]

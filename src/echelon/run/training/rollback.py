@@ -70,13 +70,13 @@ class BadStepHandler:
         Raises:
             TrainingError: the recipe stops at bad steps, or there were too many in a row.
         """
-        self.saver.wait()  # every rank is here, so the pending save can complete first
+        self.saver.store.wait()  # every rank is here, so the pending save can complete first
         goes_back = self.fault.on_bad_step == "rollback" and metrics.bad_in_a_row < self.fault.max_bad_steps
         diagnosis = None if is_own else self.train_step.diagnose(metrics.step)
         self._note(metrics, "rollback" if goes_back else "stop", diagnosis)
         if not goes_back:
             raise TrainingError(describe_stop(metrics, self.fault, diagnosis))
-        number, checkpoint = metrics.step + 1, self.saver.find_newest()
+        number, checkpoint = metrics.step + 1, self.saver.store.newest()
         if checkpoint is None:
             raise TrainingError(
                 f"step {number}: {describe_numbers(metrics)}, and there is no intact checkpoint to return to; run the "

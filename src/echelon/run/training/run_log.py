@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Accounting:
-    """Measures and tells a run on every rank: to its monitors, and on rank 0, which has the journal, to callbacks."""
+    """Tells the monitors of a run on every rank; on rank 0, also its journal and the user's callbacks."""
 
     def __init__(
         self, meter: StepMeter, goodput: GoodputTracker, heartbeat: Heartbeat, journal: "Journal | None" = None

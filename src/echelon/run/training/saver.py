@@ -164,7 +164,7 @@ class SaveInterval(Monitor):
 
 
 class Saver:
-    """Decides when a run is saved, and saves it. Every method except `snapshot_due` is collective.
+    """Decides when a run is saved, and saves it. Every method is collective.
 
     `save` and the methods that call it raise CheckpointError at the third consecutive failure.
     """
@@ -197,10 +197,6 @@ class Saver:
         save.
         """
         return self.interval.is_due(done) or self.store.agree_on_retry(done)
-
-    def snapshot_due(self, done: int) -> bool:
-        """Whether a snapshot is due after this step."""
-        return self.snapshots.is_due(done)
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint in the background."""
@@ -247,14 +243,6 @@ class Saver:
             remark = f" of the {self._notice_seconds:g} s allowed by fault.notice_seconds"
         seconds = time.monotonic() - started
         raise StoppedError(f"stopped by {cause} at step {state.step}, saved in {seconds:.1f} s{remark}")
-
-    def wait(self) -> None:
-        """Wait until the pending save has ended."""
-        self.store.wait()
-
-    def find_newest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, the same on every rank."""
-        return self.store.newest()
 
     def load(self, checkpoint: Checkpoint) -> SavedState:
         """Load a checkpoint. See RunContents.load."""

@@ -67,27 +67,6 @@ class Straggler:
         )
 
 
-def build_straggler_watch(
-    meshes: Meshes, reaction: str, slow_path: Path, journal: "Journal | None"
-) -> "StragglerWatch":
-    """Build the watch of this rank. `reaction`: `fault.on_straggler`. Collective: hosts are gathered.
-
-    `slow_path`: the file by which a rank tells the agent of its machine that a spare may take the machine's place.
-    """
-    hosts = gather_objects(platform.node(), meshes.everyone)
-    stages = [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)]
-
-    def tell(slow: Straggler) -> None:
-        if reaction == "replace" and slow.rank == dist.get_rank(meshes.everyone):
-            write_text(slow_path, slow.describe())
-        if journal is not None:
-            logger.warning(slow.describe())
-            with suppress(OSError):  # the disk may be full
-                journal.event("straggler", message=slow.describe(), **asdict(slow))
-
-    return StragglerWatch(hosts, stages, reaction == "stop", tell)
-
-
 def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
     """For each rank the median of the other numbers of its stage, which is sorted once; without others its own."""
     usual = list(own)
@@ -107,7 +86,7 @@ class StragglerWatch(Monitor):
         hosts: Sequence[str],
         stages: Sequence[int],
         stops: bool = False,
-        tell: Callable[["Straggler"], None] | None = None,
+        tell: Callable[[Straggler], None] = lambda slow: None,
     ) -> None:
         """By rank: its host, and the stage of its pipeline, which is compared only with itself.
 
@@ -119,39 +98,52 @@ class StragglerWatch(Monitor):
         self._tell = tell
         self._window: deque[tuple[Sequence[float], float]] = deque(maxlen=_WINDOW_STEPS)
         self._in_a_row = [0] * len(hosts)
-        self.medians: list[float] | None = None
-        """The own seconds of each rank, medians over the window that the last step completed; None if it did not.
-
-        Also None with one rank.
-        """
+        self._medians: list[float] | None = None
+        """Of several ranks the own seconds, medians over the window that the last step completed, if it did."""
 
     @override
     def on_metrics(self, step: FinishedStep) -> None:
         if self.saw_step(step.state.step, step.metrics.own_seconds, step.metrics.wall_seconds) and self._stops:
             step.stop_cause = STRAGGLER
-        if self.medians is not None:
-            step.measured["rank_seconds"] = [float(f"{seconds:.4g}") for seconds in self.medians]
+        if self._medians is not None:
+            step.measured["rank_seconds"] = [float(f"{seconds:.4g}") for seconds in self._medians]
 
     def saw_step(self, step: int, own_seconds: Sequence[float], step_seconds: float) -> list[Straggler]:
         """Count a step with the own times of all ranks; return those that are found slow after this one."""
         self._window.append((own_seconds, step_seconds))
-        self.medians = None
+        self._medians = None
         if len(self._window) < _WINDOW_STEPS:
             return []
-        medians = [
-            statistics.median(times)
-            for times in zip(*(times_of_rank for times_of_rank, _ in self._window), strict=True)
-        ]
+        times_of_ranks = zip(*(times for times, _ in self._window), strict=True)
+        medians = [statistics.median(times) for times in times_of_ranks]
         whole = statistics.median(seconds for _, seconds in self._window)
         self._window.clear()
-        self.medians = medians if len(medians) > 1 else None
+        self._medians = medians if len(medians) > 1 else None
         stragglers = []
         for rank, (seconds, usual) in enumerate(zip(medians, median_of_peers(medians, self._stages), strict=True)):
             is_slow = seconds >= _SLOWER * usual and seconds - usual >= _SHARE_OF_STEP * whole
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == _NUM_WINDOWS:
                 stragglers.append(Straggler(step, rank, self._hosts[rank], seconds, usual, whole))
-        if self._tell is not None:
-            for slow in stragglers:
-                self._tell(slow)
+        for slow in stragglers:
+            self._tell(slow)
         return stragglers
+
+
+def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path, journal: "Journal | None") -> StragglerWatch:
+    """Build the watch of this rank. `reaction`: `fault.on_straggler`. Collective: hosts are gathered.
+
+    `slow_path`: the file by which a rank tells the agent of its machine that a spare may take the machine's place.
+    """
+    hosts = gather_objects(platform.node(), meshes.everyone)
+    stages = [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)]
+
+    def tell(slow: Straggler) -> None:
+        if reaction == "replace" and slow.rank == dist.get_rank(meshes.everyone):
+            write_text(slow_path, slow.describe())
+        if journal is not None:
+            logger.warning(slow.describe())
+            with suppress(OSError):  # the disk may be full
+                journal.event("straggler", message=slow.describe(), **asdict(slow))
+
+    return StragglerWatch(hosts, stages, reaction == "stop", tell)

@@ -157,7 +157,7 @@ class Trainer:
         """
         self.owes_pause = True  # a replica that is lost from here on leaves this to the next group: `_make_up`
         # Ranks agree once after each step, even if the loop asks twice: agreeing may be a collective.
-        due = self._agree_on_due(step + 1) if self._due is None else self._due
+        due = self.pauses.agree_on_due(step + 1, self.num_steps) if self._due is None else self._due
         now = replace(Due(), **{name: getattr(due, name) for name in names})
         self._due = replace(due, **dict.fromkeys(names, False))
         # A stop is agreed with the metrics of a step, so all ranks see it before the same step and leave together.
@@ -172,14 +172,11 @@ class Trainer:
         """Do the work after the last step that an earlier start, or an earlier group, has not finished. Collective."""
         due = Due(checkpoint=self.owes_save)
         if self.state.owes_evaluation or self.owes_pause or self.stop.agreed is not None:
-            agreed = self._agree_on_due(self.state.step)
+            agreed = self.pauses.agree_on_due(self.state.step, self.num_steps)
             due = replace(agreed, checkpoint=agreed.checkpoint or self.owes_save)
         if due or self.stop.agreed is not None:
             self.state = self.pauses.run(self.state, due)
         self.owes_pause = self.owes_save = False
-
-    def _agree_on_due(self, done: int) -> Due:
-        return self.pauses.agree_on_due(done, is_last=done == self.num_steps)
 
     def _account_all(self) -> None:
         while self._pending:

@@ -16,8 +16,7 @@ from echelon.learn.data.feed import Feed
 from echelon.learn.sync import DataShare, StepVote, Synchronizer
 from echelon.recipe.schedule import Schedule, build_schedule
 from echelon.run.training.bad_steps import Diagnosis, StepJudge, diagnose
-from echelon.run.training.meters import Measured
-from echelon.run.training.metrics import PendingMetrics, StepRecord
+from echelon.run.training.metrics import Measured, PendingMetrics, StepRecord
 
 if TYPE_CHECKING:
     from echelon.learn.learner import CountedSums, Learner

@@ -44,10 +44,10 @@ def wait():
 
 meter = GpuMeter(torch.device("cuda", 0), period_seconds=0.01)
 print(meter.take())
-meter.start()
+meter.on_start(0)
 wait()
 print(tuple(meter.take()), tuple(meter.take()))
-meter.stop()
+meter.on_end()
 print(threading.active_count(), torch.cuda.is_initialized())
 """
 
@@ -73,6 +73,6 @@ def test_a_gpu_that_does_not_tell_its_load_has_none(tmp_path, module):
 
 def test_no_thread_runs_without_a_gpu():
     meter = GpuMeter(torch.device("cpu"))
-    meter.start()
+    meter.on_start(0)
     assert meter.take() is None
-    meter.stop()
+    meter.on_end()

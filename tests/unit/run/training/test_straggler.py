@@ -85,17 +85,6 @@ def test_thousands_of_ranks_take_a_moment():
     assert time.thread_time() - began < 2  # with a list of peers for each rank, more than 10 s
 
 
-@pytest.mark.parametrize(("stops", "cause"), [(False, None), (True, STRAGGLER)])
-def test_the_run_ends_if_it_should(stops, cause):
-    watching, steps = StragglerWatch(HOSTS, [0] * 4, stops), []
-    for number in range(1, 51):
-        metrics = SimpleNamespace(own_seconds=[1.0, 1.0, 1.0, 20.0 / 3], wall_seconds=2.0)
-        steps.append(FinishedStep(metrics, 2.0, TrainState(step=number)))
-        watching.on_metrics(steps[-1])
-    assert [(step.state.step, step.stop_cause) for step in steps if step.stop_cause] == ([(50, cause)] if cause else [])
-    assert [step.measured for step in steps if step.measured] == [{"rank_seconds": [1.0, 1.0, 1.0, 6.667]}] * 2
-
-
 def test_each_that_is_found_is_told():
     told = []
     watching = StragglerWatch(HOSTS, [0] * 4, tell=told.append)
@@ -118,9 +107,13 @@ def test_own_time_is_that_of_this_thread_without_its_waits():
     assert slept < 0.1 <= worked
 
 
-def test_the_times_of_a_window_are_reported_with_its_last_step():
-    watching, found = StragglerWatch(["one", "two"], [0, 0]), {}
-    for step in range(1, 51):
-        watching.saw_step(step, [1.0, float(step)], 2.0)
-        found[step] = watching.medians
-    assert {step: each for step, each in found.items() if each is not None} == {25: [1.0, 13.0], 50: [1.0, 38.0]}
+@pytest.mark.parametrize(("stops", "cause"), [(False, None), (True, STRAGGLER)])
+def test_a_window_is_reported_with_its_last_step_and_the_run_ends_if_it_should(stops, cause):
+    watching, steps = StragglerWatch(["one", "two"], [0, 0], stops), []
+    for number in range(1, 51):
+        metrics = SimpleNamespace(own_seconds=[1.0, number / 3], wall_seconds=2.0)
+        steps.append(FinishedStep(metrics, 2.0, TrainState(number)))
+        watching.on_metrics(steps[-1])
+    windows = {step.state.step: step.measured["rank_seconds"] for step in steps if step.measured}
+    assert windows == {25: [1.0, 4.333], 50: [1.0, 12.67]}
+    assert [step.stop_cause for step in steps] == [None] * 49 + [cause]

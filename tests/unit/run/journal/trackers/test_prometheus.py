@@ -14,8 +14,7 @@ from echelon.learn.evaluation import EvalResult, EvalResults
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import forwarder as forwarder_module
 from echelon.run.journal.trackers import start_trackers
-from echelon.run.training.meters import GpuLoad
-from echelon.run.training.metrics import StepMetrics, train_row
+from echelon.run.training.metrics import GpuLoad, StepMetrics, train_row
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL, load_text
 
