@@ -193,8 +193,7 @@ class Saver:
     def agree_on_save(self, done: int) -> bool:
         """Whether a checkpoint is due after this step, by the interval or as the retry of a failed save.
 
-        Must be called once after every step, by every rank: after some steps the ranks communicate about a pending
-        save.
+        Must be called once after every step, by every rank: after some of them ranks communicate about a pending save.
         """
         return self.interval.is_due(done) or self.store.agree_on_retry(done)
 
@@ -228,18 +227,19 @@ class Saver:
             self._await_whole(state)
 
     def save_and_leave(self, state: TrainState, cause: str) -> NoReturn:
-        """Save, wait until it is complete, and raise StoppedError. `cause`: a signal, or the limit that is reached."""
+        """Save, wait until it is complete, and raise StoppedError. `cause`: a signal, a limit, or that of a monitor."""
         started = time.monotonic()
         self._accounting.goodput.turn("saving")
         self._accounting.goodput.stop()
         with self._accounting.heartbeat.resting_together():
             self.save(state)
             self._await_whole(state)
+        remark = ""
         if cause in LIMITS:
             cause, remark = name_limit(self._budget, cause), "; raise it to continue"
         elif cause == STRAGGLER:
             remark = "; replace the slow machine, and start the same command again"
-        else:
+        elif cause.startswith("SIG"):
             remark = f" of the {self._notice_seconds:g} s allowed by fault.notice_seconds"
         seconds = time.monotonic() - started
         raise StoppedError(f"stopped by {cause} at step {state.step}, saved in {seconds:.1f} s{remark}")
