@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.learn.reduction import TopK
-from echelon.learn.reduction.encoded import BLOCKS, HALF, ROUNDED, WHOLE, Code
+from echelon.learn.reduction.methods import BLOCKS, HALF, ROUNDED, WHOLE, Code, count_sent
 from echelon.learn.reduction.reducer import flatten
-from echelon.learn.reduction.sparse import count_sent
 from echelon.recipe.synchronization import CompressConfig
 
 _CODES = {"none": WHOLE, "bf16": ROUNDED, "fp16": HALF, "int8": BLOCKS}
