@@ -307,11 +307,11 @@ def mutations(name: str, world_size: int) -> list[Any]:
             ),
         ]
     if name == "local matrices":
-        from echelon.learn.optimizer import whole_matrices
+        from echelon.learn.optimizer import muon
         from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 
         return [
-            mock.patch.object(whole_matrices, "is_divided", lambda layout: False),
+            mock.patch.object(muon, "is_divided", lambda layout: False),
             mock.patch.object(ParameterPlacement, "gather", lambda self, part: part),
             mock.patch.object(ParameterPlacement, "keep_part", lambda self, whole: whole),
         ]

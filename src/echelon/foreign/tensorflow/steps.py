@@ -12,7 +12,7 @@ from echelon.foreign.tensorflow.passes import to_int32
 from echelon.foreign.tensorflow.placement import Library, Placement
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.optimizer.groups import Member
+from echelon.learn.optimizer.stepper import Member
 from echelon.recipe.training import OptimConfig
 
 WEIGHTS, GRADIENTS = "weights", "gradients"

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from echelon.learn.model.sharding import local_part
-from echelon.learn.optimizer.eight_bit import BLOCK, code_table
-from echelon.learn.optimizer.rounding import Lines
 from echelon.learn.optimizer.rules import ElementwiseRule, Rule, assign
-from echelon.learn.optimizer.slot import PACKED_MOMENTS, Slot, read_moments, read_weight, store_moments, store_weight
+from echelon.learn.optimizer.slot import (
+    BLOCK,
+    PACKED_MOMENTS,
+    Lines,
+    Slot,
+    code_table,
+    read_moments,
+    read_weight,
+    store_moments,
+    store_weight,
+)
 
 
 def compile_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:

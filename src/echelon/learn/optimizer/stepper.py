@@ -1,20 +1,34 @@
-"""The optimizer: rules over groups of parameters."""
+"""The optimizer: rules over groups of parameters, of a model or of the part that a parameter server owns."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.ground.errors import ConfigError
 from echelon.ground.extensions import build_named
+from echelon.learn.model.parts import find_layers
 from echelon.learn.optimizer.compiled_update import CompiledUpdate, compile_function
-from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.rules import CompilableRule, PreconditioningRule, Rule
 from echelon.learn.optimizer.slot import Slot
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.training import OptimConfig
+
+
+@dataclass(frozen=True)
+class Member:
+    """One trained parameter. `is_layer_matrix`: a 2-D weight inside a decoder layer, what Muon is for."""
+
+    name: str
+    parameter: nn.Parameter
+    weight_decay: float
+    rate_factor: float
+    is_layer_matrix: bool
 
 
 @dataclass(frozen=True)
@@ -115,3 +129,110 @@ def choose_rule(config: OptimConfig, is_layer_matrix: bool) -> Rule:
 def compile_rule(rule: Rule, backend: str) -> Rule:
     """The rule with its own functions compiled, if it has any."""
     return rule.compiled(partial(compile_function, backend=backend)) if isinstance(rule, CompilableRule) else rule
+
+
+def find_members(model: nn.Module, config: OptimConfig) -> list[Member]:
+    """Every trained parameter once, under the name it has first, with what `optim` says about it."""
+    inside = {id(parameter) for layer in find_layers(model) for parameter in layer.parameters()}
+    roles = find_roles(model)
+    return [
+        Member(
+            name,
+            parameter,
+            weight_decay=0.0 if roles[name] & set(config.no_decay) else config.weight_decay,
+            rate_factor=find_factor(name, config.learning_rate_multipliers),
+            is_layer_matrix=id(parameter) in inside and parameter.ndim == 2 and not roles[name],
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def find_roles(model: nn.Module) -> dict[str, frozenset[str]]:
+    """The words of `optim.no_decay` that fit each parameter, by its name; none for an ordinary weight.
+
+    A tied head is the input embedding. Vectors of other modules count as norms: gains are what they are.
+    """
+    roles: dict[int, frozenset[str]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            roles.setdefault(id(parameter), _roles_of(module, name, parameter))
+    return {name: roles[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+def _roles_of(module: nn.Module, name: str, parameter: nn.Parameter) -> frozenset[str]:
+    if isinstance(module, nn.Embedding):
+        return frozenset({"embeddings"})
+    is_bias = name == "bias" or name.endswith("_bias")
+    is_norm = "norm" in type(module).__name__.lower() or (parameter.ndim < 2 and not is_bias)
+    return frozenset(role for role, fits in (("norms", is_norm), ("biases", is_bias)) if fits)
+
+
+def find_factor(name: str, multipliers: dict[str, float]) -> float:
+    """The factor of the first glob that matches a parameter's name; 1 where none does."""
+    return next((factor for glob, factor in multipliers.items() if fnmatchcase(name, glob)), 1.0)
+
+
+def check_groups(names: Iterable[str], config: OptimConfig) -> None:
+    """Raise ConfigError for a glob of `optim.learning_rate_multipliers` that no parameter's name matches."""
+    known = list(names)
+    for glob, factor in config.learning_rate_multipliers.items():
+        if not any(fnmatchcase(name, glob) for name in known):
+            near = difflib.get_close_matches(glob.strip("*"), known, n=3, cutoff=0.3) or known[:3]
+            raise ConfigError(
+                f"optim.learning_rate_multipliers: {glob!r} (factor {factor:g}) matches no parameter of the model; "
+                f"names near it: {', '.join(near)}; a glob such as '*embed_tokens*' matches anywhere in a name."
+            )
+
+
+def divide_names(sizes: Mapping[str, int], num_servers: int) -> list[list[str]]:
+    """Return the names that each server owns: the largest first, each to the server with the fewest bytes.
+
+    The names of a server keep their order. The result depends on nothing but the arguments.
+
+    Args:
+        sizes: bytes by name.
+    """
+    totals, owners = [0] * num_servers, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = totals.index(min(totals))
+        totals[owners[name]] += sizes[name]
+    return [[name for name in sizes if owners[name] == server] for server in range(num_servers)]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server owns. Its parameters are copies: a worker in the same process computes with its own weights.
+
+    Attributes:
+        applied: the shares of steps, by step and share, that were applied alone since workers last waited for all.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    optimizer: Optimizer
+    applied: set[tuple[int, int]] = field(default_factory=set)
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the parameters to these weights, by name, of a checkpoint: nothing was applied to them."""
+        self.applied.clear()
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+
+
+def build_served(
+    model: nn.Module,
+    config: OptimConfig,
+    master_weights: str,
+    seed: int,
+    num_servers: int,
+    server: int,
+    compile_backend: str | None = None,
+) -> Served:
+    """Copy what server number `server` owns of a materialised model. From `num_servers` on it owns nothing."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in trained.items()}
+    names = divide_names(sizes, num_servers)[server] if server < num_servers else []
+    copies = {name: nn.Parameter(trained[name].detach().clone()) for name in names}
+    optimizer = build_optimizer(model, config, master_weights, seed, compile_backend=compile_backend, stepped=copies)
+    return Served(copies, optimizer)
