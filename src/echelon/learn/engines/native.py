@@ -29,9 +29,8 @@ from echelon.learn.model.parts import find_parts, scores_texts
 from echelon.learn.model.pissa import PrincipalParts
 from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
-from echelon.learn.objectives.batch_means import put_means, with_batch_means
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective, StepSums
+from echelon.learn.objectives.objective import Objective, StepSums, put_means, with_batch_means
 from echelon.learn.objectives.outputs import OutputsFn
 from echelon.learn.optimizer import (
     LossScale,

@@ -1,4 +1,4 @@
-"""What is stored of a parameter: moments in 8 bits, as of torchao, and bf16 weights that learn where plain ones stall."""
+"""What is stored of a parameter: moments in 8 bits like torchao, and bf16 weights that learn where plain ones stall."""
 
 import numpy as np
 import pytest
