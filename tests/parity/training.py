@@ -447,8 +447,7 @@ def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
 
 def tensors_of(run: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole."""
-    from echelon.learn.checkpoint.fill import load_alone
-    from echelon.learn.checkpoint.safety import read_metadata
+    from echelon.learn.checkpoint.fill import load_alone, read_metadata
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     entries = read_metadata(folder).state_dict_metadata

@@ -1,4 +1,4 @@
-"""Losses on pairs of a chosen and a rejected answer: DPO and its variants, and ORPO, SimPO and CPO without a reference."""
+"""Losses on pairs of a chosen and a rejected answer: DPO and variants, and without a reference ORPO, SimPO and CPO."""
 
 import math
 from abc import abstractmethod

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from echelon.ground.errors import StoppedError
 from echelon.ground.stop_request import LIMITS, STRAGGLER
 from echelon.learn.checkpoint.folder import Checkpoint
-from echelon.learn.checkpoint.peer_memory import PeerMemory
-from echelon.learn.checkpoint.snapshot import Snapshots
+from echelon.learn.checkpoint.snapshot import PeerMemory, Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.recipe.document import Recipe
 from echelon.run.folder.cost import name_limit
