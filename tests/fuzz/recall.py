@@ -81,5 +81,5 @@ def recalled() -> Iterator[None]:
         for module in (load, run_record):
             patch.setattr(module, "parse_yaml", parse)
         patch.setattr(render, "render_yaml", Recall(yaml_text.render_yaml))
-        patch.setattr(safety, "MetadataUnpickler", Unpickler)
+        patch.setattr(fill, "MetadataUnpickler", Unpickler)
         yield

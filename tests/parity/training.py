@@ -346,13 +346,13 @@ def mutations(name: str, world_size: int) -> list[Any]:
         kept = {"replicated_with_grad_allreduce": lambda stream: Untouched()}
         return [mock.patch.dict(tensor.STYLES, kept)]
     if name == "router gradient counted by every rank":
-        from echelon.learn.parallel import tensor_experts
+        from echelon.learn.parallel import tensor_styles
 
-        return [mock.patch.object(tensor_experts, "_share_gradient", lambda num_ranks, router, inputs: inputs)]
+        return [mock.patch.object(tensor_styles, "_share_gradient", lambda num_ranks, router, inputs: inputs)]
     if name == "router gradient of own experts":
-        from echelon.learn.parallel import tensor_experts
+        from echelon.learn.parallel import tensor_styles
 
-        return [mock.patch.object(tensor_experts, "_add_up_gradient_of_weights", lambda mesh, experts, inputs: inputs)]
+        return [mock.patch.object(tensor_styles, "_add_up_gradient_of_weights", lambda mesh, experts, inputs: inputs)]
     if name == "a router loss of every rank":
         strength = RouterLoss.strength.fget
         return [mock.patch.object(RouterLoss, "strength", property(lambda self: strength(self) * world_size))]

@@ -40,8 +40,7 @@ from echelon.learn.optimizer import LossScale
 from echelon.learn.optimizer.stepper import choose_rule
 from echelon.learn.parallel import shard_model
 from echelon.learn.parallel.data_parallel import evaluation_mode
-from echelon.learn.parallel.protocol import Undivided
-from echelon.learn.parallel.step import SingleStage
+from echelon.learn.parallel.step import SingleStage, Undivided
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan

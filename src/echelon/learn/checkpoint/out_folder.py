@@ -1,4 +1,4 @@
-"""The folder of an export: whole or absent however its process ends, its weights read back, and of one process at a time."""
+"""The folder of an export: whole or absent however its process ends, of one process at a time, and read back."""
 
 import shutil
 from collections.abc import Iterator, Mapping

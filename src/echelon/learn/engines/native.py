@@ -39,8 +39,7 @@ from echelon.learn.optimizer import (
     clip_gradients,
     global_norm,
 )
-from echelon.learn.parallel.protocol import Parallel
-from echelon.learn.parallel.step import ForwardBackward
+from echelon.learn.parallel.step import ForwardBackward, Parallel
 from echelon.learn.reduction.reducer import divide, flatten, write_back
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.memory_parts import MemoryParts

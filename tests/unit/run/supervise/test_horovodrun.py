@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 
+from echelon.foreign.horovod import divide
 from echelon.foreign.horovod_ranks import check_ranks, find_group_bytes
 from echelon.ground import horovodrun
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.horovodrun import read_rendezvous
-from echelon.learn.parallel.horovod_sum import divide
 
 
 class Store(BaseHTTPRequestHandler):
