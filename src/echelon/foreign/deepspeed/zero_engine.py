@@ -27,9 +27,8 @@ from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_ada
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.engines.engine import EngineSpec, Rehearsal
-from echelon.learn.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.learn.engines.native import NativeEngine, NativeParts
-from echelon.learn.engines.prepared_layers import place_buffers, prepare_layers
+from echelon.learn.engines.prepared_layers import choose_attention_kernel, choose_liger, place_buffers, prepare_layers
 from echelon.learn.model.adapters import initialize_adapter, plain_name
 from echelon.learn.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.learn.model.router import choose_router_loss

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from echelon.ground.checksums import MANIFEST, list_files
-from echelon.learn.model.adapters import ADAPTER, plain_name
-from echelon.learn.model.pissa import PrincipalParts
+from echelon.learn.model.adapters import ADAPTER, PrincipalParts, plain_name
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -29,8 +29,6 @@ from echelon.ground.stored import MAX_ROWS_BYTES, read_bytes
 from echelon.learn.distributed.replica_names import find_ranks, match_replicas
 
 logger = logging.getLogger(__name__)
-
-
 # Messages of torch's writer, without an errno, when the disk fills up in the middle of a file.
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
 
@@ -120,8 +118,6 @@ ADMITTED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # its module since Python 3.13
 }
-
-
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 

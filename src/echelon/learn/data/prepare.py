@@ -92,7 +92,7 @@ def find_mask_obstacle(recipe: "Recipe") -> str | None:
         ConfigError: the model cannot be built.
     """
     from echelon.learn.model.build import build_on_meta, load_config
-    from echelon.learn.model.rope import check_full_sequences, scale_positions
+    from echelon.learn.model.config import check_full_sequences, scale_positions
     from echelon.learn.model.traits import describe_obstacle, find_traits
 
     model, trusted = recipe.model, recipe.model.trust_remote_code

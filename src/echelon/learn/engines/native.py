@@ -21,12 +21,11 @@ from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines.engine import Engine, NonFinite, Rehearsal
 from echelon.learn.engines.footprint import Footprint
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
-from echelon.learn.model.adapters import plain_name
+from echelon.learn.model.adapters import PrincipalParts, plain_name
 from echelon.learn.model.attention import describe_document_mask
 from echelon.learn.model.build import persistent_buffers
 from echelon.learn.model.context_attention import find_attention
 from echelon.learn.model.parts import find_parts, scores_texts
-from echelon.learn.model.pissa import PrincipalParts
 from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.loss import IGNORE

@@ -28,14 +28,8 @@ from echelon.recipe.training import OptimConfig
 
 # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": five quintic steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-
-
 NUM_ITERATIONS = 5
-
-
 EPS = 1e-7
-
-
 # The root mean square of AdamW's updates, which Muon's are scaled to (Liu et al. 2025, arXiv:2502.16982, section 2.2).
 UPDATE_RMS = 0.2
 
@@ -100,14 +94,11 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # Numbers of one owner's matrices in a round: 8 MiB in bf16, enough that sending takes longer than beginning to. A
 # larger matrix has a round of its own.
 ROUND = 2**22
-
-
 # If each rank has a copy of a matrix, it computes the result itself where the shorter side is below this. For each byte
 # of a result, Muon computes about 10 FLOPs times the shorter side. With a shorter side below FLOP/s / (10 bytes/s) a
 # result is computed in less time than it is received: 10 on a core of a CPU with gloo inside a machine, 130 on an H100
 # with NVLink. Parts must be sent in any case.
 SMALLEST_SIDE = 128
-
 
 Rounds = tuple[tuple[tuple[int, ...], ...], ...]
 """For each round, for each rank, the indices of the matrices that it owns."""

@@ -86,8 +86,6 @@ def _part_norms(parts: list[Tensor]) -> Sequence[Tensor]:
 
 
 INITIAL = 65536.0
-
-
 GROWTH_STEPS = 2000
 
 

@@ -26,23 +26,13 @@ from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 # The moments that `adamw_8bit` packs, and whether they have a sign. Vectors are small, and stay as they are.
 PACKED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
-
 Lines = tuple[Tensor, Tensor]
 """Random numbers, int32, of the leading places of a tensor, [..., 1], and of those along its last dim, [..., width]."""
 
-
 BLOCK = 256
-
-
 SMALLEST = 1e-12
-
-
 _NUM_EXPONENTS = 7
-
-
 _LOW_BITS = 0xFFFF
-
-
 _ALL_BITS = -1
 
 

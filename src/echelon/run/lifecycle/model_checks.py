@@ -238,15 +238,14 @@ def _check_built(
         return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
-            from echelon.learn.model.config import build_config
-            from echelon.learn.model.rope import scale_positions
+            from echelon.learn.model.config import build_config, scale_positions
 
             scale_positions(build_config(fields), recipe)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return None
     from echelon.learn.model.build import parameter_names
     from echelon.learn.model.causality import check_is_causal
-    from echelon.learn.model.rope import check_scaled
+    from echelon.learn.model.config import check_scaled
     from echelon.learn.model.traits import describe_obstacle, find_traits
     from echelon.learn.optimizer import check_groups
 
@@ -271,7 +270,7 @@ def _check_built(
 def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> tuple[Any, Any]:
     """Build the recipe's model on meta; return it and its config."""
     from echelon.learn.model.build import apply_head, build_on_meta, load_config
-    from echelon.learn.model.rope import scale_positions
+    from echelon.learn.model.config import scale_positions
 
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
