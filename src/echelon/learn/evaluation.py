@@ -12,8 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.learn.data.loader import LONGEST, BatchPlace, Microbatch, Padding, StepBatch, build_rows, choose_padding
-from echelon.learn.data.mismatched import mismatch
+from echelon.learn.data.loader import (
+    LONGEST,
+    BatchPlace,
+    Microbatch,
+    Padding,
+    StepBatch,
+    build_rows,
+    choose_padding,
+    mismatch,
+)
 from echelon.learn.data.shards import GOOD, Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Evaluation

@@ -1,4 +1,4 @@
-"""A model on meta as an engine trains it: its adapter, its dtypes, and kernels that tests on all devices have chosen."""
+"""A model on meta as an engine trains it: its adapter, its dtypes, and kernels chosen by tests on all devices."""
 
 import copy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Builds the HF config of `model.config`, and scales its positions as `model.rope` says. Imports no torch at the top."""
+"""Builds the HF config of `model.config`, and scales its positions as `model.rope` says. No torch at its top."""
 
 import difflib
 import logging

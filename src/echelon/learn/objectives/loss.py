@@ -5,10 +5,9 @@ in the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outl
 For single tokens, whose upstream gradients are not known yet, the backward pass recomputes each chunk. The method is
 that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
 
-Of cross-entropy the gradient is written by hand; of any other loss autograd derives it (`loss_function.py`).
-
-If the vocabulary is divided over ranks, no rank has all logits of a token: the maximum, the sum of exponentials and the
-logit of the label are reduced over the ranks, three numbers per token (Shoeybi et al. 2019, section 3).
+Of cross-entropy the gradient is written by hand; of any other loss autograd derives it (`loss_function.py`). If the
+vocabulary is divided over ranks, no rank has all logits of a token: the maximum, the sum of exponentials and the logit
+of the label are reduced over the ranks, three numbers per token (Shoeybi et al. 2019, section 3).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""What a run minimises: losses are summed, and divided once by the global number of terms.
-
-What a loss must know of the whole batch before it can be computed are means over the terms of all ranks.
-"""
+"""What a run minimises: losses are summed, and divided once by the global number of terms."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -211,12 +208,9 @@ def with_batch_means(
     run: RunFn,
     add_up: Callable[[Tensor], object],
 ) -> Sequence[Microbatch]:
-    """Return the microbatches of a step with the `batch_means` of the objective in `extra`. Collective.
-
-    Means that are there already are kept.
+    """Return this rank's microbatches of a step with the `batch_means` in `extra`, if they have none. Collective.
 
     Args:
-        microbatches: those of this rank.
         num_terms: the terms on all ranks, at least 1.
         run: see `Objective.batch_sums`.
         add_up: sums a tensor in place over the ranks with other sequences.
@@ -224,16 +218,15 @@ def with_batch_means(
     names = objective.batch_means
     if all(name in microbatch.extra for microbatch in microbatches for name in names):
         return microbatches
-    here = (microbatch.to(num_terms.device) for microbatch in microbatches)
-    sums = torch.stack([objective.batch_sums(microbatch, run).double() for microbatch in here]).sum(0)
+    moved = [batch.to(num_terms.device) for batch in microbatches]
+    sums = torch.stack([objective.batch_sums(batch, run).double() for batch in moved]).sum(0)
     add_up(sums)
     return put_means(objective, microbatches, sums / num_terms)
 
 
 def put_means(objective: Objective, microbatches: Sequence[Microbatch], means: Tensor) -> Sequence[Microbatch]:
     """Return the microbatches with known means, [batch_means], one value for each sequence."""
-    named = dict(zip(objective.batch_means, means.float(), strict=True))
+    named = list(zip(objective.batch_means, means.float(), strict=True))
     return [
-        microbatch.with_extra(**{name: mean.expand(len(microbatch.labels)) for name, mean in named.items()})
-        for microbatch in microbatches
+        batch.with_extra(**{name: mean.expand(len(batch.labels)) for name, mean in named}) for batch in microbatches
     ]

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from echelon.learn.answers.generation import continue_prompts, find_end
 from echelon.learn.answers.sampling import Sampling, row_seed
-from echelon.learn.data.panics import panics_told
+from echelon.learn.data.tokenizer import panics_told
 from echelon.learn.engines.engine import Evaluation
 from echelon.run.training.evaluation_checks import encode_prompts
 

@@ -9,10 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from echelon.ground.errors import ConfigError
 from echelon.ground.run_files import is_run
 from echelon.learn.checkpoint.adapted import read_run_recipe
-from echelon.learn.data.panics import panics_told, shorten
 from echelon.learn.data.readers.record import BrokenRecordError
-from echelon.learn.data.sample_text import ChatTemplate
-from echelon.learn.data.templates import own_template
+from echelon.learn.data.templates import ChatTemplate, own_template
+from echelon.learn.data.tokenizer import panics_told, shorten
 
 
 @dataclass(frozen=True)
