@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from echelon.learn.answers.generation import continue_prompts, find_end
-from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.answers.sampling import Sampling, continue_prompts, find_end, row_seed
 from echelon.learn.data.tokenizer import panics_told
 from echelon.learn.engines.engine import Evaluation
 from echelon.run.training.evaluation_checks import encode_prompts

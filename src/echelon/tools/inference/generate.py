@@ -13,8 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.answers.generation import ForwardPasses, continue_prompts, find_end
-from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.answers.sampling import ForwardPasses, Sampling, continue_prompts, find_end, row_seed
 from echelon.learn.data.tokenizer import panics_told, shorten
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.kv_cache import KeyValueCache, start_cache
