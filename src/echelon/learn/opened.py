@@ -38,7 +38,7 @@ from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.evaluation import ModelPasses
 from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.build import build_on_meta, drop_quantization, load_config, materialize, model_kind
-from echelon.learn.model.causality import check_is_causal
+from echelon.learn.model.copy_checks import check_is_causal
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.learn.model.model_folder import run_model_dir
 from echelon.learn.model.parts import check_has_vocabulary, find_layers, scores_texts

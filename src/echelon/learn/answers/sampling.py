@@ -1,4 +1,4 @@
-"""Sampling with a model, also while it trains: how tokens are drawn, one by one, with a KV cache where the model has one.
+"""Sampling with a model, also while it trains: tokens are drawn one by one, with a KV cache where the model has one.
 
 Rows that have ended leave the batch and others take their place, as in Orca (Yu et al. 2022).
 """

@@ -26,7 +26,7 @@ from echelon.learn.engines.prepared_layers import (
 )
 from echelon.learn.model.adapters import initialize_adapter
 from echelon.learn.model.build import build_on_meta, load_config, materialize
-from echelon.learn.model.divided_copy import check_divides
+from echelon.learn.model.copy_checks import check_divides
 from echelon.learn.model.float8 import share_scales
 from echelon.learn.model.quantization import describe_errors
 from echelon.learn.model.router import choose_router_loss

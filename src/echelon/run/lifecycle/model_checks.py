@@ -244,8 +244,8 @@ def _check_built(
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return None
     from echelon.learn.model.build import parameter_names
-    from echelon.learn.model.causality import check_is_causal
     from echelon.learn.model.config import check_scaled
+    from echelon.learn.model.copy_checks import check_is_causal
     from echelon.learn.model.traits import describe_obstacle, find_traits
     from echelon.learn.optimizer import check_groups
 
@@ -291,7 +291,7 @@ def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left
 def _check_divided(model: Any, traits: Any, recipe: Recipe) -> None:
     """Refuse a division of sequences, matrices or MLPs that the model does not support."""
     if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
-        from echelon.learn.model.divided_copy import check_divides
+        from echelon.learn.model.copy_checks import check_divides
 
         check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
     kept = recipe.train.activation_checkpointing
