@@ -11,11 +11,10 @@ from echelon.ground.errors import DataError
 from echelon.ground.progress import Progress
 from echelon.learn.data.conversation import check_answers
 from echelon.learn.data.examples import parse_example
-from echelon.learn.data.file_walk import LeftOut
 from echelon.learn.data.readers import count_documents, read_records
 from echelon.learn.data.readers.record import Broken, BrokenRecordError, ExampleFields, Reading, Record, SourceFile
 from echelon.learn.data.record_counts import RecordCounts, refuse_broken
-from echelon.learn.data.source import Source, list_files
+from echelon.learn.data.source import LeftOut, Source, list_files
 from echelon.learn.data.tokenize import Task, plan_tasks
 
 
