@@ -1,4 +1,4 @@
-"""Fills tensors from a checkpoint, whatever plan wrote it, and also if it is hostile.
+"""Fills tensors from a checkpoint, whatever plan wrote it, and runs no code of a hostile one.
 
 DCP pickles its own `.metadata`, and unpickles it and every entry that is not a tensor. Here an unpickler that admits
 only DCP's own classes reads the metadata, entries of bytes are refused, and no file outside the folder is opened.

@@ -1,4 +1,4 @@
-"""Open a prepared folder as training and validation datasets."""
+"""Open a prepared folder as training and validation datasets, also of prompts, each with the record it was made of."""
 
 import hashlib
 import json

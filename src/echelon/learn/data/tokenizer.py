@@ -273,7 +273,9 @@ def fingerprint_json(serialized: str) -> str:
 
 @contextmanager
 def panics_told(tokenizer: str, text: str) -> Iterator[None]:
-    """Raise DataError for a panic in the block.
+    """Raise DataError for a panic of a tokenizer's native code in the block, which is not an Exception.
+
+    A tokenizer.json can hold any regular expression. The library panics, for example, when one backtracks too often.
 
     Args:
         tokenizer: the name of the tokenizer, as a path or hub id.
