@@ -27,8 +27,7 @@ from echelon.learn.engines.prepared_layers import (
 from echelon.learn.model.adapters import initialize_adapter
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.copy_checks import check_divides
-from echelon.learn.model.float8 import share_scales
-from echelon.learn.model.quantization import describe_errors
+from echelon.learn.model.quantization import describe_errors, share_scales
 from echelon.learn.model.router import choose_router_loss
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.traits import Traits, apply_plain_causal, find_traits

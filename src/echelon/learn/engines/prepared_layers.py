@@ -13,10 +13,9 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.flex_attention import FLEX, get_softcap, has_flex
-from echelon.learn.model.float8 import apply_float8
 from echelon.learn.model.liger import apply_liger, find_obstacle, is_installed
 from echelon.learn.model.parts import find_layers
-from echelon.learn.model.quantization import Quantized
+from echelon.learn.model.quantization import Quantized, apply_float8
 from echelon.learn.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
 from echelon.learn.model.varlen_attention import (
     VARLEN,

@@ -256,10 +256,10 @@ def _check_built(
     obstacle = describe_obstacle(traits, config)
     _check_divided(model, traits, recipe)
     if "fp8" in recipe.train.precision:
-        from echelon.learn.model.float8 import check_package, find_float8_layers
+        from echelon.learn.model.quantization import check_float8_package, find_float8_layers
 
         find_float8_layers(model)
-        _has(check_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
+        _has(check_float8_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups(
             (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
