@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.learn.reduction.buckets import Buckets
+from echelon.learn.reduction.reducer import Buckets
 from measuring import describe_machine, spread
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ import torch
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.objectives.loss import loss_and_gradient
 from echelon.learn.optimizer.adafactor import Adafactor
-from echelon.learn.optimizer.compiled_update import update_stored
-from echelon.learn.optimizer.eight_bit import num_blocks
 from echelon.learn.optimizer.muon import orthogonalize
 from echelon.learn.optimizer.rules import AdamW, Lion, MomentumSGD
+from echelon.learn.optimizer.slot import num_blocks
+from echelon.learn.optimizer.stepper import update_stored
 from tests.codegen.compiler import compile_alone
 from tests.codegen.layers import compile_capped, compile_layer, compile_liger
 

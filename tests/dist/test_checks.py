@@ -9,7 +9,7 @@ import pytest
 
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.causality import check_is_causal
+from echelon.learn.model.copy_checks import check_is_causal
 from echelon.learn.model.traits import find_traits
 from echelon.planner.families import FAMILIES
 from echelon.run.lifecycle.model_checks import COUNTED, STORED

@@ -96,7 +96,7 @@ import resource, sys, threading
 from pathlib import Path
 import torch
 from echelon.learn.model.build import build_on_meta, load_config, materialize
-from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.weights import PretrainedWeights
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
 config = load_config(str(folder))

@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from echelon.learn.answers import generation
+from echelon.learn.answers import sampling
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.run.training import heartbeat
@@ -38,7 +38,7 @@ class Slow(CausalLM):
         self.calls, self.hangs, self.is_slow = 0, hangs, dist.get_rank() == 1
         if self.is_slow and not hangs:
             CheckpointStore.save = delayed(CheckpointStore.save, 6)
-            generation.draw_tokens = delayed(generation.draw_tokens, 1)
+            sampling.draw_tokens = delayed(sampling.draw_tokens, 1)
 
     def count(self, batch):
         self.calls += 1

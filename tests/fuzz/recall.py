@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 from echelon.ground import redaction
-from echelon.learn.checkpoint import safety
+from echelon.learn.checkpoint import fill
 from echelon.recipe import load, render, yaml_text
 from echelon.run.report import run_record
 
@@ -55,7 +55,7 @@ def undamaged() -> Iterator[None]:
 def recalled() -> Iterator[None]:
     """Within the block, recipes and the metadata of checkpoints that were kept are not parsed again."""
     parse = Recall(yaml_text.parse_yaml)
-    real = safety.MetadataUnpickler
+    real = fill.MetadataUnpickler
     unpickle = Recall(lambda content: real(io.BytesIO(content)).load())
 
     class Unpickler:
@@ -81,5 +81,5 @@ def recalled() -> Iterator[None]:
         for module in (load, run_record):
             patch.setattr(module, "parse_yaml", parse)
         patch.setattr(render, "render_yaml", Recall(yaml_text.render_yaml))
-        patch.setattr(safety, "MetadataUnpickler", Unpickler)
+        patch.setattr(fill, "MetadataUnpickler", Unpickler)
         yield

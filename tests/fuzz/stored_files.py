@@ -21,7 +21,7 @@ from echelon.learn.checkpoint.folder import find_checkpoints
 from echelon.learn.data.prepared import open_prepared
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.weights import PretrainedWeights
 from echelon.learn.opened import OpenedModel, one_process
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Accelerator, Cluster

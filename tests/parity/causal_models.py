@@ -27,7 +27,7 @@ from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import build_on_meta, load_config, materialize, persistent_buffers
-from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.weights import PretrainedWeights
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.plan import ParallelPlan

@@ -7,8 +7,8 @@ from unittest import mock
 
 import numpy as np
 
+from echelon.learn.data.instruction import split_margin
 from echelon.learn.data.prepare import PreparedData
-from echelon.learn.data.score_labels import split_margin
 from echelon.learn.data.shards import GOOD, NO_LABEL, Samples
 from echelon.planner.plan import ParallelPlan
 from echelon.run.lifecycle import run_learner

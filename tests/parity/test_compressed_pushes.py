@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.learn.sync.push_code import PushCode, Pusher
+from echelon.learn.sync.pushes import PushCode, Pusher
 from echelon.recipe.synchronization import CompressConfig
 from tests.parity.push_oracle import add_up
 from tests.parity.test_parameter_server import STEPS, alone, served

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echelon.learn.answers.conversations import Conversations
 from echelon.learn.answers.environments import Reply
 from echelon.learn.answers.sampling import Sampling, row_seed
-from echelon.learn.data.prompt_records import read_prompts
+from echelon.learn.data.prepared import read_prompts
 from echelon.learn.learner import Learner
 from echelon.learn.objectives.grpo import GRPO
 from echelon.recipe.load import load_recipe

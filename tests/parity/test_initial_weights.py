@@ -17,7 +17,7 @@ from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.model.sharding import local_part, local_places
 from echelon.learn.model.weights import WeightPlace
-from echelon.learn.optimizer.rounding import random_bits
+from echelon.learn.optimizer.slot import random_bits
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import load_recipe
 from tests.families import small_config, small_model

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import echelon
 from echelon.ground.errors import CheckpointError, ConfigError, PlanError
-from echelon.learn.objectives.dpo import DPO
+from echelon.learn.objectives.pairs import DPO
 from echelon.recipe.load import load_recipe
 from echelon.recipe.schedule import build_schedule
 from tests.parity.training import LOSS, NORM, Row, prepare, train, with_ranks, with_uneven_targets

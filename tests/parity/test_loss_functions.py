@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.objectives import loss_function
+from echelon.learn.objectives.loss import VocabularyShard
 from echelon.learn.objectives.loss_function import chunked_function_sum
-from echelon.learn.objectives.vocabulary import VocabularyShard
 from tests.parity.loss_functions import smoothed_with_z
 from tests.parity.training import Row, check_training, references, train, with_ranks
 

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 import echelon.learn.engines.native as native
-import echelon.learn.optimizer.loss_scale as loss_scale
+import echelon.learn.optimizer.norm as loss_scale
 from echelon.ground.errors import TrainingError
 from tests.parity.training import PlantedWorkers, Row, difference, hashes, read_rows, train, train_rank, with_ranks
 

@@ -7,8 +7,7 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from echelon.ground.errors import CheckpointError
-from echelon.learn.checkpoint.fill import load_alone
-from echelon.learn.checkpoint.safety import read_metadata
+from echelon.learn.checkpoint.fill import load_alone, read_metadata
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.replica_names import count_replicas, match_replicas, replica_name, split_replica_name

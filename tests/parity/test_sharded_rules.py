@@ -7,9 +7,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.sharding import local_places
-from echelon.learn.optimizer.rounding import random_bits
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
-from echelon.learn.optimizer.slot import Slot
+from echelon.learn.optimizer.slot import Slot, random_bits
 from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule
 from echelon.recipe.training import OptimConfig
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from echelon.learn.checkpoint.safety import read_metadata
+from echelon.learn.checkpoint.fill import read_metadata
 from echelon.learn.checkpoint.store import CheckpointStore, Stager
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.planner.plan import ParallelPlan

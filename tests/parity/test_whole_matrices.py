@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from echelon.learn.model.sharding import whole
-from echelon.learn.optimizer import muon, whole_matrices
-from echelon.learn.optimizer.muon import Muon
+from echelon.learn.optimizer import muon
+from echelon.learn.optimizer.muon import Muon, assign_owners, plan_rounds
 from echelon.learn.optimizer.slot import Slot
 from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup
-from echelon.learn.optimizer.whole_matrices import assign_owners, plan_rounds
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +56,7 @@ def compare(rank, world_size, sizes, placements, round_size):
     if placements is not None:
         mesh = init_device_mesh("cpu", sizes)
         place, copies = lambda tensor: distribute_tensor(tensor, mesh, placements), None
-    with mock.patch.object(whole_matrices, "ROUND", round_size):
+    with mock.patch.object(muon, "ROUND", round_size):
         exact, weights, computed = run_steps(place, copies)
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(exact, expected, strict=True))
     pairs = zip(weights, expected_weights, strict=True)
@@ -70,11 +69,11 @@ LARGE, ALL = 2, len(SHAPES)
 @pytest.mark.parametrize(
     ("sizes", "placements", "round_size", "num_computed"),
     [
-        ((3,), [Shard(0)], whole_matrices.ROUND, ALL),
+        ((3,), [Shard(0)], muon.ROUND, ALL),
         ((3,), [Shard(1)], 600, ALL),
         ((3,), None, 600, LARGE + 3 * (ALL - LARGE)),
-        ((2, 2), [Replicate(), Shard(0)], whole_matrices.ROUND, 2 * ALL),
-        ((2, 2), [Shard(0), Shard(1)], whole_matrices.ROUND, 4 * ALL),
+        ((2, 2), [Replicate(), Shard(0)], muon.ROUND, 2 * ALL),
+        ((2, 2), [Shard(0), Shard(1)], muon.ROUND, 4 * ALL),
     ],
     ids=["rows", "columns in rounds", "copies in rounds", "rows and replicas", "two axes"],
 )

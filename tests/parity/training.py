@@ -307,11 +307,11 @@ def mutations(name: str, world_size: int) -> list[Any]:
             ),
         ]
     if name == "local matrices":
-        from echelon.learn.optimizer import whole_matrices
+        from echelon.learn.optimizer import muon
         from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
 
         return [
-            mock.patch.object(whole_matrices, "is_divided", lambda layout: False),
+            mock.patch.object(muon, "is_divided", lambda layout: False),
             mock.patch.object(ParameterPlacement, "gather", lambda self, part: part),
             mock.patch.object(ParameterPlacement, "keep_part", lambda self, whole: whole),
         ]
@@ -346,13 +346,13 @@ def mutations(name: str, world_size: int) -> list[Any]:
         kept = {"replicated_with_grad_allreduce": lambda stream: Untouched()}
         return [mock.patch.dict(tensor.STYLES, kept)]
     if name == "router gradient counted by every rank":
-        from echelon.learn.parallel import tensor_experts
+        from echelon.learn.parallel import tensor_styles
 
-        return [mock.patch.object(tensor_experts, "_share_gradient", lambda num_ranks, router, inputs: inputs)]
+        return [mock.patch.object(tensor_styles, "_share_gradient", lambda num_ranks, router, inputs: inputs)]
     if name == "router gradient of own experts":
-        from echelon.learn.parallel import tensor_experts
+        from echelon.learn.parallel import tensor_styles
 
-        return [mock.patch.object(tensor_experts, "_add_up_gradient_of_weights", lambda mesh, experts, inputs: inputs)]
+        return [mock.patch.object(tensor_styles, "_add_up_gradient_of_weights", lambda mesh, experts, inputs: inputs)]
     if name == "a router loss of every rank":
         strength = RouterLoss.strength.fget
         return [mock.patch.object(RouterLoss, "strength", property(lambda self: strength(self) * world_size))]
@@ -447,8 +447,7 @@ def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
 
 def tensors_of(run: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole."""
-    from echelon.learn.checkpoint.fill import load_alone
-    from echelon.learn.checkpoint.safety import read_metadata
+    from echelon.learn.checkpoint.fill import load_alone, read_metadata
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     entries = read_metadata(folder).state_dict_metadata

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from echelon.learn.data.shards import GOOD
-from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.distill import Distill, DistillationLoss
-from echelon.learn.objectives.dpo import DPO, LOSSES
 from echelon.learn.objectives.kto import KTO
-from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
+from echelon.learn.objectives.objective import with_batch_means
+from echelon.learn.objectives.pairs import CPO, DPO, LOSSES, ORPO, SimPO
 from echelon.learn.objectives.scores import Reward
 from tests.families import small_model, small_scorer
 from tests.peer.trl_trainers import ANSWERS, ROWS, build, gradients_of, take_apart

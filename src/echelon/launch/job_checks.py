@@ -29,9 +29,9 @@ from echelon.launch.sagemaker.request import find_trained_recipe
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
 from echelon.launch.source_bundle import list_extras
 from echelon.learn.data.corpus import list_corpus
-from echelon.learn.data.given_folder import is_given
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.prepare_spec import prepare_spec
+from echelon.learn.data.shared_folders import is_given
 from echelon.learn.data.source import find_absent
 from echelon.learn.data.templates import load_template
 from echelon.learn.model.hub import find_commits

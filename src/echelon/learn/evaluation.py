@@ -12,15 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.learn.data.loader import LONGEST, BatchPlace, Microbatch, Padding, StepBatch, build_rows, choose_padding
-from echelon.learn.data.mismatched import mismatch
+from echelon.learn.data.loader import (
+    LONGEST,
+    BatchPlace,
+    Microbatch,
+    Padding,
+    StepBatch,
+    build_rows,
+    choose_padding,
+    mismatch,
+)
 from echelon.learn.data.shards import GOOD, Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.engines.engine import Evaluation
-from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.loss_function import LossFn
-from echelon.learn.objectives.objective import Objective, as_objective, find_labels
+from echelon.learn.objectives.objective import Objective, as_objective, find_labels, with_batch_means
 from echelon.planner.plan import ParallelPlan
 
 if TYPE_CHECKING:

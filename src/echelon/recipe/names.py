@@ -120,14 +120,14 @@ _DPO_LOSSES = (
 OBJECTIVES: dict[str, ObjectiveRow] = {
     "causal_lm": ObjectiveRow(f"{_OBJECTIVES}.causal_lm:build_causal_lm"),
     "dpo": ObjectiveRow(
-        f"{_OBJECTIVES}.dpo:build_dpo", "pairs", True, ("beta", "loss", "label_smoothing", "sft_weight"), _DPO_LOSSES
+        f"{_OBJECTIVES}.pairs:build_dpo", "pairs", True, ("beta", "loss", "label_smoothing", "sft_weight"), _DPO_LOSSES
     ),
-    "orpo": ObjectiveRow(f"{_OBJECTIVES}.reference_free:build_orpo", "pairs", keys=("beta",)),
+    "orpo": ObjectiveRow(f"{_OBJECTIVES}.pairs:build_orpo", "pairs", keys=("beta",)),
     "simpo": ObjectiveRow(
-        f"{_OBJECTIVES}.reference_free:build_simpo", "pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")
+        f"{_OBJECTIVES}.pairs:build_simpo", "pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")
     ),
     "cpo": ObjectiveRow(
-        f"{_OBJECTIVES}.reference_free:build_cpo", "pairs", keys=("beta", "loss", "label_smoothing", "sft_weight"),
+        f"{_OBJECTIVES}.pairs:build_cpo", "pairs", keys=("beta", "loss", "label_smoothing", "sft_weight"),
         losses=("sigmoid", "hinge", "ipo"),
     ),
     "kto": ObjectiveRow(

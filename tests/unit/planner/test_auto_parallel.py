@@ -7,7 +7,7 @@ import pytest
 
 from echelon.ground.errors import PlanError
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.divided_copy import check_divides
+from echelon.learn.model.copy_checks import check_divides
 from echelon.learn.model.stage import find_ends
 from echelon.learn.model.traits import find_traits
 from echelon.learn.parallel.expert import find_experts

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.causality import check_is_causal
+from echelon.learn.model.copy_checks import check_is_causal
 from echelon.planner.count_on_meta import measure_shape
 from echelon.planner.shape import build_shape
 

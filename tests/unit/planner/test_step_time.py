@@ -236,7 +236,7 @@ def test_attention_is_the_kernel_that_pytorch_chooses(devices, compute, kernel):
      (replace(LLAMA, parts=replace(LLAMA.parts, attention_dropout=0.1)), {}, "flash")],
 )  # fmt: skip
 def test_attention_with_bounds_masks_or_dropout_is_not_that_of_cudnn(shape, fields, kernel):
-    """As `choose_attention_kernel` of learn/engines/kernels.py has it."""
+    """As `choose_attention_kernel` of learn/engines/prepared_layers.py has it."""
     plan = replace(FSDP, precision=Precision(compute="bfloat16"), **fields)
     assert choose_software(shape, plan, parse_devices("8xH200")).attention == kernel
 

@@ -15,10 +15,9 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, first_line
 from echelon.learn.optimizer import clip_gradients
-from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.rules import Item, Rule
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
-from echelon.learn.optimizer.stepper import choose_rule
+from echelon.learn.optimizer.stepper import choose_rule, find_members
 from echelon.recipe.training import OptimConfig
 
 

@@ -30,9 +30,8 @@ from echelon.learn.checkpoint.adapter_folder import AdapterContent, describe_ada
 from echelon.learn.checkpoint.first_weights import open_weights
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.engines.engine import EngineSpec, Rehearsal
-from echelon.learn.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.learn.engines.native import NativeEngine, NativeParts
-from echelon.learn.engines.prepared_layers import place_buffers, prepare_layers
+from echelon.learn.engines.prepared_layers import choose_attention_kernel, choose_liger, place_buffers, prepare_layers
 from echelon.learn.model.adapters import initialize_adapter, plain_name
 from echelon.learn.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.learn.model.router import choose_router_loss
@@ -43,8 +42,7 @@ from echelon.learn.optimizer import LossScale
 from echelon.learn.optimizer.stepper import choose_rule
 from echelon.learn.parallel import shard_model
 from echelon.learn.parallel.data_parallel import evaluation_mode
-from echelon.learn.parallel.protocol import Undivided
-from echelon.learn.parallel.step import SingleStage
+from echelon.learn.parallel.step import SingleStage, Undivided
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.deepspeed_settings import build_settings, find_stage
 from echelon.planner.plan import ParallelPlan

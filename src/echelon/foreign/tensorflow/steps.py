@@ -16,7 +16,7 @@ from echelon.learn.data.loader import Microbatch
 from echelon.learn.engines.engine import Evaluation, NonFinite
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.outputs import OutputsFn
-from echelon.learn.optimizer.groups import Member
+from echelon.learn.optimizer.stepper import Member
 from echelon.recipe.training import OptimConfig
 
 WEIGHTS, GRADIENTS = "weights", "gradients"

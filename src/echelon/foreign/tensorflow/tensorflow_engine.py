@@ -24,7 +24,7 @@ from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective, StepSums
 from echelon.learn.optimizer import Served
-from echelon.learn.optimizer.groups import find_members
+from echelon.learn.optimizer.stepper import find_members
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.recipe.document import Recipe
 from echelon.recipe.engine_sections import TensorflowConfig

@@ -14,8 +14,8 @@ from echelon.ground.errors import DataError, first_line
 from echelon.learn.answers.environments import EnvironmentProcess, Reply, Said
 from echelon.learn.answers.rollouts import Played, Rollouts, draw_seed
 from echelon.learn.answers.sampling import Sampling, row_seed
-from echelon.learn.data.prompt_records import PromptRecord
-from echelon.learn.data.sample_text import ChatTemplate
+from echelon.learn.data.prepared import PromptRecord
+from echelon.learn.data.templates import ChatTemplate
 from echelon.learn.distributed.objects import gather_found, gather_objects
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from echelon.learn.answers.rollouts import Played, Rollouts
 from echelon.learn.answers.sampling import Sampling
 from echelon.learn.data.mixture import build_order
 from echelon.learn.data.order import DataOrder
-from echelon.learn.data.prompt_records import PromptRecord, read_prompts
+from echelon.learn.data.prepared import PromptRecord, read_prompts
 from echelon.learn.data.shards import Dataset
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_found, gather_objects

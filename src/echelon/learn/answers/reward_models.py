@@ -19,10 +19,9 @@ from echelon.learn.checkpoint.first_weights import load_frozen
 from echelon.learn.data.conversation import Prompt
 from echelon.learn.data.examples import parse_example
 from echelon.learn.data.mixture import MixtureDataset
-from echelon.learn.data.prepared import PreparedData
-from echelon.learn.data.prompt_records import read_prompts
+from echelon.learn.data.prepared import PreparedData, read_prompts
 from echelon.learn.data.readers.record import BrokenRecordError
-from echelon.learn.data.sample_text import ChatTemplate
+from echelon.learn.data.templates import ChatTemplate
 from echelon.learn.data.tokenizer import load_tokenizer
 from echelon.learn.model.build import load_config
 from echelon.learn.model.hub import is_hub_name

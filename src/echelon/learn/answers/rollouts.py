@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.ground.errors import ConfigError, DataError
-from echelon.learn.answers.generation import ForwardPasses, continue_prompts
-from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.answers.sampling import ForwardPasses, Sampling, continue_prompts, row_seed
 from echelon.learn.data.loader import BatchPlace, StepBatch
 from echelon.learn.data.own_batches import build_step_batch, hash_lists
 from echelon.learn.data.shards import NO_LABEL

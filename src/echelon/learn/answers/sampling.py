@@ -1,11 +1,18 @@
-"""How the tokens of a text are drawn: the parameters, and what they do to the scores of a model."""
+"""Sampling with a model, also while it trains: tokens are drawn one by one, with a KV cache where the model has one.
+
+Rows that have ended leave the batch and others take their place, as in Orca (Yu et al. 2022).
+"""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -14,8 +21,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.model.kv_cache import Advance, KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -84,3 +93,257 @@ def draw_tokens(scores: Tensor, generators: Sequence[torch.Generator]) -> Tensor
     for row, generator in zip(noise, generators, strict=True):
         row.uniform_(generator=generator)  # -log of it is exponential; `exponential_` is five times as slow on a CPU
     return (scores.softmax(-1) / noise.log_().neg_()).argmax(-1)
+
+
+# Rows leave and join when they are at least 1 / _PARTS of the batch, because that copies the keys and values.
+_PARTS = 8
+
+
+class ForwardPasses(Protocol):
+    """Forward passes of a model, of which `Evaluation` is one kind. Collective where the model is divided."""
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """Return fp32 logits [rows, vocabulary] of the token after position `places` [rows] of ids [rows, seq]."""
+
+    def start_cached(self) -> KeyValueCache | None:
+        """Return an empty cache, whose passes are those of this model; None if they keep no keys and values."""
+
+
+@dataclass
+class Continuation:
+    """What follows a prompt: token ids, and their fp32 log-probabilities under the model.
+
+    `at_temperature`: the same with the logits divided by the temperature of sampling.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    at_temperature: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Row:
+    """A prompt that is continued, and its number among the prompts."""
+
+    number: int
+    prompt: tuple[int, ...]
+    generator: torch.Generator
+    found: Continuation = field(default_factory=Continuation)
+    has_ended: bool = False
+
+
+def continue_prompts(
+    passes: ForwardPasses,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seeds: Sequence[int],
+    device: torch.device,
+    has_ended: Callable[[int, Sequence[int]], bool],
+    agree: Callable[[bool], bool] = bool,
+    peers: Sequence[dist.ProcessGroup | None] = (),
+    width: int = 0,
+    max_num_seqs: int | None = None,
+) -> list[Continuation]:
+    """Continue each prompt, until it has ended or by `sampling.max_tokens`. Collective where the model is divided.
+
+    The random draws of a row depend on its seed alone. Equal prompts are read once. Where several ranks run the passes
+    together, all must have as many prompts and give the same `width` and `max_num_seqs`. They run equally many passes,
+    with batches of different shapes if the cache lets rows leave (`KeyValueCache.moves_rows`).
+
+    Args:
+        seeds: one for each prompt; `sampling.seed`, `num_samples` and `stop` are not used.
+        has_ended: called with the number of a row and its new tokens, after each of them.
+        agree: called after each pass with whether this rank has rows that go on; returns whether any rank has.
+        peers: groups of ranks that hold a model together; their ranks take the tokens of the first one, so that
+            rounding cannot drive them apart. None: the group of all.
+        width: of the batch of prompts, at least; used if rows cannot leave, where ranks may need equal shapes.
+        max_num_seqs: rows in the batch at most; None: all.
+    """
+    rows = [
+        _Row(number, tuple(prompt), torch.Generator(device).manual_seed(seed))
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    # Neighbours of about the same length need little padding. With the longest first, memory is largest at the start.
+    waiting = deque(sorted(rows, key=lambda row: -len(row.prompt)))
+    batch = _start(passes, waiting, sampling, device, width, max_num_seqs or len(rows))
+    process = build_processors(sampling)
+    while True:
+        going, logits = batch.run(waiting)
+        if going:
+            _extend(going, logits, sampling, process, peers)
+        for row in going:
+            row.has_ended = has_ended(row.number, row.found.tokens) or len(row.found.tokens) == sampling.max_tokens
+        if not agree(batch.goes_on(waiting)):
+            batch.rows = []
+            if not waiting:
+                return [row.found for row in rows]
+
+
+def _start(
+    passes: ForwardPasses, waiting: Sequence[_Row], sampling: Sampling, device: torch.device, width: int, size: int
+) -> "_Batch":
+    cache = passes.start_cached()
+    if cache is not None and cache.moves_rows:
+        return _Moving(cache, size, device)
+    widest = max(width, len(waiting[0].prompt))
+
+    def start() -> Advance:
+        return _Uncached(passes, widest + sampling.max_tokens) if cache is None else cache.empty()
+
+    return _Fixed(start, size, widest, device)
+
+
+def _extend(
+    rows: Sequence[_Row],
+    logits: Tensor,
+    sampling: Sampling,
+    process: LogitsProcessorList,
+    peers: Sequence[dist.ProcessGroup | None],
+) -> None:
+    """Give each row its next token, from logits [rows, vocabulary]."""
+    ids = torch.empty(0)
+    if sampling.repetition_penalty != 1.0:  # nothing else reads them
+        ids = _pad_left([[*row.prompt, *row.found.tokens] for row in rows], logits.device)[0]
+    scores = process(ids, logits)
+    tokens = draw_tokens(scores, [row.generator for row in rows]) if sampling.temperature else scores.argmax(-1)
+    for group in peers:
+        dist.broadcast(tokens, group=group, group_src=0)
+    own = _score(logits, tokens)
+    cooled = own if sampling.temperature in (0, 1) else _score(logits / sampling.temperature, tokens)
+    # One transfer to the host, in which all three are exact.
+    for row, token, score, at in zip(rows, *torch.stack([tokens.double(), own, cooled]).tolist(), strict=True):
+        row.found.tokens.append(int(token))
+        row.found.log_probabilities.append(score)
+        row.found.at_temperature.append(at)
+
+
+def _score(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probability of a token [rows] of each row of logits [rows, vocabulary], in fp64."""
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].double()
+
+
+def _pad_left(rows: Sequence[Sequence[int]], device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ids [rows, width], where each row's first token fills the room before it, and which of them are tokens."""
+    width = max(width, *map(len, rows))
+    ids = torch.tensor([[*row[:1]] * (width - len(row)) + [*row] for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return ids, torch.arange(width, device=device) >= width - lengths[:, None]
+
+
+class _Batch(Protocol):
+    """Rows that are continued together."""
+
+    rows: list[_Row]
+
+    def run(self, waiting: deque[_Row]) -> tuple[list[_Row], Tensor]:
+        """Run a pass, and take rows that wait into the batch. Returns rows that need a token, and their logits."""
+
+    def goes_on(self, waiting: deque[_Row]) -> bool:
+        """Whether this rank needs another pass."""
+
+
+class _Moving(_Batch):
+    """Rows leave when they have ended, and others take their place."""
+
+    def __init__(self, cache: KeyValueCache, size: int, device: torch.device) -> None:
+        """`size`: the most rows."""
+        self.rows = []
+        self._cache = cache
+        self._size = size
+        self._device = device
+
+    @override
+    def run(self, waiting: deque[_Row]) -> tuple[list[_Row], Tensor]:
+        going = [row for row in self.rows if not row.has_ended]
+        room = self._size - len(going)
+        if waiting and (not going or room * _PARTS >= self._size):
+            return self._enter(going, [waiting.popleft() for _ in range(min(room, len(waiting)))])
+        if not going:  # a pass of other ranks, in which this one must take part
+            return [], self._cache.empty()(*_pad_left([[0]], self._device))
+        if (len(self.rows) - len(going)) * _PARTS >= len(self.rows):
+            self._keep(going)
+        return going, _read_last(self._cache, self.rows, self._device)
+
+    @override
+    def goes_on(self, waiting: deque[_Row]) -> bool:
+        return bool(waiting) or any(not row.has_ended for row in self.rows)
+
+    def _enter(self, going: list[_Row], entering: list[_Row]) -> tuple[list[_Row], Tensor]:
+        """Read the prompts of rows, equal ones once, and add them to the rows that go on."""
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in entering))}
+        cache = self._cache.empty()
+        logits = cache(*_pad_left(list(numbers), self._device))
+        copies = torch.tensor([numbers[row.prompt] for row in entering], device=self._device)
+        cache.select(copies)
+        if going:
+            self._keep(going)
+            self._cache.join(cache)
+        else:
+            self._cache = cache
+        self.rows = [*going, *entering]
+        return entering, logits[copies]
+
+    def _keep(self, going: list[_Row]) -> None:
+        places = [place for place, row in enumerate(self.rows) if not row.has_ended]
+        if len(places) < len(self.rows):
+            self._cache.select(torch.tensor(places, device=self._device))
+        self.rows = going
+
+
+class _Fixed(_Batch):
+    """Rows stay until all of them have ended on all ranks, which have equal shapes; then others are begun."""
+
+    def __init__(self, start: Callable[[], Advance], size: int, width: int, device: torch.device) -> None:
+        """`start`: begins a batch. `size`: the most rows. `width`: that of the prompts."""
+        self.rows = []
+        self._start = start
+        self._advance = start()
+        self._size = size
+        self._width = width
+        self._device = device
+
+    @override
+    def run(self, waiting: deque[_Row]) -> tuple[list[_Row], Tensor]:
+        if self.rows:
+            return [row for row in self.rows if not row.has_ended], _read_last(self._advance, self.rows, self._device)
+        self.rows = [waiting.popleft() for _ in range(min(self._size, len(waiting)))]
+        self._advance = self._start()
+        return self.rows, self._advance(*_pad_left([row.prompt for row in self.rows], self._device, self._width))
+
+    @override
+    def goes_on(self, waiting: deque[_Row]) -> bool:
+        return any(not row.has_ended for row in self.rows)
+
+
+def _read_last(advance: Advance, rows: Sequence[_Row], device: torch.device) -> Tensor:
+    """Read the newest token of each row. Returns the logits of the rows that have not ended."""
+    ids = torch.tensor([row.found.tokens[-1:] for row in rows], device=device)
+    logits = advance(ids, torch.ones_like(ids, dtype=torch.bool))
+    going = [place for place, row in enumerate(rows) if not row.has_ended]
+    return logits if len(going) == len(rows) else logits[going]
+
+
+class _Uncached:
+    """An `Advance` without a cache: each token is a pass over whole rows, always of the same shape."""
+
+    def __init__(self, passes: ForwardPasses, width: int) -> None:
+        self._passes, self._width = passes, width
+        self._rows: Tensor | None = None
+        self._lengths = torch.empty(0)
+
+    def __call__(self, input_ids: Tensor, filled: Tensor) -> Tensor:
+        if self._rows is None:
+            # Padding moves to the right: attention is causal, so no token sees it.
+            self._lengths = filled.sum(1)
+            order = (~filled).long().sort(dim=1, stable=True).indices
+            room = self._width - input_ids.shape[1]
+            self._rows = pad(input_ids.gather(1, order), (0, room))
+        else:
+            self._rows[torch.arange(len(self._rows), device=self._rows.device), self._lengths] = input_ids[:, 0]
+            self._lengths = self._lengths + 1
+        return self._passes.next_token_logits(self._rows, self._lengths - 1)
+
+
+def find_end(tokens: Sequence[int], stops: Collection[int]) -> int:
+    """Return the place of the first stop token; the number of tokens if there is none."""
+    return next((place for place, token in enumerate(tokens) if token in stops), len(tokens))

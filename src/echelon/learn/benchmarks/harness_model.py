@@ -15,8 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.answers.generation import continue_prompts
-from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.answers.sampling import Sampling, continue_prompts, row_seed
 from echelon.learn.data.loader import choose_padding
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.objects import gather_objects

@@ -22,11 +22,17 @@ from echelon.learn.checkpoint.fill import load_alone
 from echelon.learn.checkpoint.first_weights import Fill, load_from_run, open_weights
 from echelon.learn.checkpoint.folder import checkpoint_of, require_run
 from echelon.learn.checkpoint.given_models import check_base
-from echelon.learn.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
+from echelon.learn.model.adapters import (
+    PrincipalParts,
+    apply_adapter,
+    find_new_tokens,
+    initialize_adapter,
+    lora_layers,
+    merged_weight,
+)
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.hub import fetch_models, find_commits, read_commits, with_copies
 from echelon.learn.model.model_folder import run_model_dir
-from echelon.learn.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe

@@ -13,9 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from echelon.ground.checksums import MANIFEST, list_files
-from echelon.learn.checkpoint.read_back import check_weights
-from echelon.learn.model.adapters import ADAPTER, plain_name
-from echelon.learn.model.pissa import PrincipalParts
+from echelon.learn.model.adapters import ADAPTER, PrincipalParts, plain_name
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -47,7 +45,7 @@ def write_adapter(
         CheckpointError: the adapter cannot be written, or the weights read back differ.
         ConfigError: as `written_folder`.
     """
-    from echelon.learn.checkpoint.out_folder import writing_explained, written_folder
+    from echelon.learn.checkpoint.out_folder import check_weights, writing_explained, written_folder
 
     config = copy.deepcopy(content.config)
     config.base_model_name_or_path = base

@@ -16,12 +16,10 @@ from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.stored import read_bytes, read_json, write_json
 from echelon.learn.checkpoint.adapted import AdaptedRun, read_run_recipe, run_skeleton
 from echelon.learn.checkpoint.adapter_folder import write_adapter
-from echelon.learn.checkpoint.fill import load_alone
+from echelon.learn.checkpoint.fill import load_alone, read_metadata
 from echelon.learn.checkpoint.folder import check_empty, checkpoint_of
 from echelon.learn.checkpoint.model_card import render_card
-from echelon.learn.checkpoint.out_folder import writing_explained, written_folder
-from echelon.learn.checkpoint.read_back import check_weights
-from echelon.learn.checkpoint.safety import read_metadata
+from echelon.learn.checkpoint.out_folder import check_weights, writing_explained, written_folder
 from echelon.learn.model.build import parameter_names, persistent_buffers
 from echelon.learn.model.conversion import Conversion, conversions_to_files
 from echelon.learn.model.model_folder import run_model_dir

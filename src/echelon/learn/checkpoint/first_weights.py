@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import is_run
-from echelon.learn.checkpoint.fill import load_alone
+from echelon.learn.checkpoint.fill import load_alone, read_metadata
 from echelon.learn.checkpoint.folder import newest_of
-from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.model.build import build_on_meta, load_config, materialize
-from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.learn.model.weights import (
+    PretrainedWeights,
     buffer_places,
     find_places,
     grown,

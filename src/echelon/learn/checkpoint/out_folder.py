@@ -1,11 +1,13 @@
-"""The folder of an export: whole or absent however its process ends, and written by one process at a time."""
+"""The folder of an export: whole or absent however its process ends, of one process at a time, and read back."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.file_lock import FileLock, describe_mark
@@ -62,3 +64,29 @@ def writing_explained(out: Path) -> Iterator[None]:
         raise CheckpointError(
             f"The export could not be written to {out}: {error}. Free space, or choose another folder."
         ) from error
+
+
+def check_weights(path: Path, written: Mapping[str, Tensor], what: str) -> None:
+    """Read a safetensors file back, one tensor at a time, and compare it bit for bit.
+
+    Args:
+        what: a description of the expected values for the message: trained, or written.
+
+    Raises:
+        CheckpointError: the file has other tensors, or a tensor differs.
+        SafetensorError: the file cannot be read.
+    """
+    with safe_open(path, "pt") as file:
+        for name in sorted(set(file.keys()) ^ written.keys()):
+            raise CheckpointError(f"{path} {'lacks' if name in written else 'contains an unknown'} {name}.")
+        for name, tensor in written.items():
+            stored = file.get_tensor(name)
+            if (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype) or not torch.equal(
+                _bits(stored), _bits(tensor)
+            ):
+                raise CheckpointError(f"{path}: {name} differs from the {what} values; the disk may be damaged.")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor as bytes, so that NaN equals NaN."""
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)

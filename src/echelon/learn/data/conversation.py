@@ -19,7 +19,7 @@ class EncodedDocument:
     is_good: bool | None = None
     """Whether it is a good answer; None if nobody says."""
     label: int | None = None
-    """What follows the ids as the only target, instead of a token (see `score_labels`); None for most texts."""
+    """What follows the ids as the only target, instead of a token (see `ScoreRule`); None for most texts."""
     lost_tokens: int = 0
     """The tokens that were cut off at its end, before the label."""
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 from echelon.ground.errors import DataError
 from echelon.ground.progress import Progress
 from echelon.ground.sizes import render_bytes
-from echelon.learn.data.broken_records import refuse_broken
 from echelon.learn.data.catalog import (
     FORMAT_VERSION,
     Manifest,
@@ -22,12 +21,11 @@ from echelon.learn.data.catalog import (
     Split,
 )
 from echelon.learn.data.corpus import CorpusEntry, choose_by_hash, corpus_bytes
-from echelon.learn.data.oddities import describe_oddity
 from echelon.learn.data.packing import write_packs
 from echelon.learn.data.readers import name_place
 from echelon.learn.data.readers.record import Broken
-from echelon.learn.data.resume import EntryState, SinkState, WritingJournal, shard_prefix
-from echelon.learn.data.sinks import Sink, open_sink
+from echelon.learn.data.record_counts import describe_oddity, refuse_broken
+from echelon.learn.data.sinks import EntryState, Sink, SinkState, WritingJournal, open_sink, shard_prefix
 from echelon.learn.data.source import Source
 from echelon.learn.data.split import STREAMS, divide_streams
 from echelon.learn.data.tokenize import (

@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
-from echelon.learn.data.mismatched import mismatch
 from echelon.learn.data.order import DataOrder, OrderAhead, Words, mix
 from echelon.learn.data.shards import GOOD, NO_LABEL, Dataset, Samples
 from echelon.learn.distributed.sequence_part import SequencePart
@@ -22,15 +21,17 @@ from echelon.planner.plan import ParallelPlan
 if TYPE_CHECKING:
     from echelon.recipe.batches import BatchSchedule
 
+
 _TRIM_TO = 8
+
 _FULL_SHARE = 15 / 16
 """A microbatch that is filled to more than this share keeps its full width: packed ones then have one width, and
 compiled layers know it. The padding costs less than a layer that is compiled for any width."""
+
 _LOW_32_BITS = np.uint64(2**32 - 1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SAMPLE_SALT = np.uint64(0xD1B54A32D192ED03)
 _BATCH_INDEX_SALT = np.uint64(0x8CB92BA72F3D8DD7)
-
 Ids = npt.NDArray[np.int64]
 
 
@@ -311,6 +312,31 @@ def divide_samples(
         microbatch = build_rows(samples, rows, sample_ids, indices, place.padding, mismatched).cut(place.part)
         microbatches.append(microbatch.pin_memory() if place.pin_memory else microbatch)
     return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
+
+
+def mismatch(prompts: Samples, answers: Samples) -> Samples:
+    """Return the prompts of some sequences with the answers of as many others, cut at the sequence length.
+
+    A sequence is one document. Its answer begins with its first label; one without labels is all prompt.
+    """
+    inputs, labels = np.zeros_like(prompts.inputs), np.full_like(prompts.labels, NO_LABEL)
+    documents = np.full(inputs.shape, -1, dtype=np.int32)
+    length = inputs.shape[1]
+    for row in range(len(inputs)):
+        start, first, stop = _find_answer(prompts, row)[0], *_find_answer(answers, row)
+        count = min(stop - first, length - start)
+        inputs[row, : start + 1] = prompts.inputs[row, : start + 1]
+        inputs[row, start + 1 : start + count] = answers.inputs[row, first + 1 : first + count]
+        labels[row, start : start + count] = answers.labels[row, first : first + count]
+        documents[row, : start + max(1, count)] = 0
+    return Samples(inputs, labels, documents, prompts.apart)
+
+
+def _find_answer(samples: Samples, row: int) -> tuple[int, int]:
+    """Return the first position with a label, and the end of the sequence; twice the last position without labels."""
+    labelled = np.flatnonzero(samples.labels[row] != NO_LABEL)
+    filled = samples.inputs.shape[1] if samples.documents is None else int((samples.documents[row] >= 0).sum())
+    return (int(labelled[0]), filled) if labelled.size else (max(0, filled - 1), max(0, filled - 1))
 
 
 def order_by_length(samples: Samples) -> Ids:

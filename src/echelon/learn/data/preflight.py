@@ -14,9 +14,8 @@ import numpy as np
 from echelon.ground.errors import ConfigError
 from echelon.learn.data.catalog import TARGETS_DTYPE, Manifest
 from echelon.learn.data.conversation import Conversation
-from echelon.learn.data.instruction import InstructionEncoding
+from echelon.learn.data.instruction import InstructionEncoding, ScoreRule
 from echelon.learn.data.readers.record import BrokenRecordError, SourceFile
-from echelon.learn.data.score_labels import ScoreRule
 from echelon.learn.data.shards import TokenStore
 from echelon.learn.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.learn.data.tokenizer import EOS, padding_id, separator_id

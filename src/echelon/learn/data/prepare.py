@@ -26,6 +26,7 @@ from echelon.ground.stored import sync_path
 from echelon.learn.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
 from echelon.learn.data.corpus import (
     CorpusEntry,
+    TextSample,
     corpus_bytes,
     describe_examples,
     describe_left_out,
@@ -33,20 +34,17 @@ from echelon.learn.data.corpus import (
     list_corpus,
 )
 from echelon.learn.data.corpus_writer import CorpusWriter, WritingOptions
-from echelon.learn.data.given_folder import is_given, open_given, save_settings
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.limits import helper_ended
-from echelon.learn.data.panics import panics_told
 from echelon.learn.data.preflight import build_instruction_encoding, check_stops_learned
 from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
 from echelon.learn.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
-from echelon.learn.data.resume import has_progress
-from echelon.learn.data.shared_folders import SharedFolders
+from echelon.learn.data.shared_folders import SharedFolders, is_given, open_given, save_settings
+from echelon.learn.data.sinks import has_progress
 from echelon.learn.data.split import describe_split, warn_of_small_sets
 from echelon.learn.data.stream.addresses import fetch, is_address, slowness_told
-from echelon.learn.data.stream.chunk_list import StreamPlan, cut_chunks, save_plan
+from echelon.learn.data.stream.chunks import StreamPlan, cut_chunks, save_plan
 from echelon.learn.data.templates import load_template
-from echelon.learn.data.text_sample import TextSample
 from echelon.learn.data.tokenize import Encoding
 from echelon.learn.data.tokenizer import (
     add_new_tokens,
@@ -55,6 +53,7 @@ from echelon.learn.data.tokenizer import (
     describe_known_tokens,
     load_tokenizer,
     padding_id,
+    panics_told,
     separator_id,
     tokenizer_fingerprint,
     train_tokenizer,
@@ -91,7 +90,7 @@ def find_mask_obstacle(recipe: "Recipe") -> str | None:
         ConfigError: the model cannot be built.
     """
     from echelon.learn.model.build import build_on_meta, load_config
-    from echelon.learn.model.rope import check_full_sequences, scale_positions
+    from echelon.learn.model.config import check_full_sequences, scale_positions
     from echelon.learn.model.traits import describe_obstacle, find_traits
 
     model, trusted = recipe.model, recipe.model.trust_remote_code

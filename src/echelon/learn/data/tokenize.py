@@ -22,8 +22,6 @@ from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.conversation import Parsed
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.limits import be_spare, find_excess, refuse_template
-from echelon.learn.data.oddities import find_oddities
-from echelon.learn.data.panics import panics_told
 from echelon.learn.data.readers import cut_file, name_place, read_records
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
@@ -38,7 +36,9 @@ from echelon.learn.data.readers.record import (
     hash_for_split,
     serialize_example,
 )
+from echelon.learn.data.record_counts import find_oddities
 from echelon.learn.data.shards import BAD_TARGET, GOOD_TARGET, TARGET
+from echelon.learn.data.tokenizer import panics_told
 from echelon.recipe.data_formats import WHOLE_RECORD
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]

@@ -7,14 +7,14 @@ All are `transformers` tokenizers that wrap one of the `tokenizers` library, so 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from echelon.ground.errors import ConfigError, DataError
+from echelon.ground.errors import ConfigError, DataError, first_line, is_panic
 from echelon.ground.stored import check_readable, read_json
-from echelon.learn.data.panics import panics_told
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
 
 if TYPE_CHECKING:
@@ -269,3 +269,29 @@ def fingerprint_json(serialized: str) -> str:
     content: dict[str, Any] = json.loads(serialized)
     parts = {name: content.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def panics_told(tokenizer: str, text: str) -> Iterator[None]:
+    """Raise DataError for a panic of a tokenizer's native code in the block, which is not an Exception.
+
+    A tokenizer.json can hold any regular expression. The library panics, for example, when one backtracks too often.
+
+    Args:
+        tokenizer: the name of the tokenizer, as a path or hub id.
+        text: what is encoded or decoded, as its place in a file, or the text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise DataError(
+            f"the tokenizer {tokenizer} failed at {text}: {first_line(error).rstrip('.')}. A regular expression in its "
+            "tokenizer.json may not be able to handle this text; use another tokenizer, or change or remove the text."
+        ) from None
+
+
+def shorten(text: str) -> str:
+    """The start of a text, for a message."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

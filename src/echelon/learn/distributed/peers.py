@@ -1,7 +1,7 @@
 """Exchanges between the ranks that share sequences. Gradients flow through them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single, wait_tensor
 from typing_extensions import override
-
-from echelon.learn.distributed.isolation import Isolatable
 
 
 def keep_received(tensor: Tensor) -> Tensor:
@@ -63,6 +61,21 @@ class Peers(Protocol):
 
     def isolated(self) -> AbstractContextManager[None]:
         """Scope of exchanges that send nothing: the memory of real ones, with this rank's own values."""
+
+
+class Isolatable:
+    """Has a scope in which it sends nothing. `_sends`: whether it sends now."""
+
+    _sends = True
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Scope in which this rank sends nothing and waits for no other: it has its own values alone."""
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
 
 
 class GroupPeers(Isolatable, Peers):

@@ -21,17 +21,15 @@ from echelon.learn.distributed.objects import gather_objects
 from echelon.learn.engines.engine import Engine, NonFinite, Rehearsal
 from echelon.learn.engines.footprint import Footprint
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
-from echelon.learn.model.adapters import plain_name
+from echelon.learn.model.adapters import PrincipalParts, plain_name
 from echelon.learn.model.attention import describe_document_mask
 from echelon.learn.model.build import persistent_buffers
 from echelon.learn.model.context_attention import find_attention
 from echelon.learn.model.parts import find_parts, scores_texts
-from echelon.learn.model.pissa import PrincipalParts
 from echelon.learn.model.sharding import local_part, whole
 from echelon.learn.model.traits import Traits
-from echelon.learn.objectives.batch_means import put_means, with_batch_means
 from echelon.learn.objectives.loss import IGNORE
-from echelon.learn.objectives.objective import Objective, StepSums
+from echelon.learn.objectives.objective import Objective, StepSums, put_means, with_batch_means
 from echelon.learn.objectives.outputs import OutputsFn
 from echelon.learn.optimizer import (
     LossScale,
@@ -40,8 +38,7 @@ from echelon.learn.optimizer import (
     clip_gradients,
     global_norm,
 )
-from echelon.learn.parallel.protocol import Parallel
-from echelon.learn.parallel.step import ForwardBackward
+from echelon.learn.parallel.step import ForwardBackward, Parallel
 from echelon.learn.reduction.reducer import divide, flatten, write_back
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.planner.memory_parts import MemoryParts

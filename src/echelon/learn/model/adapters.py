@@ -1,18 +1,23 @@
 """Adapters: low-rank matrices in addition to frozen weights, in the layers and file format of PEFT.
 
 LoRA: Hu et al. 2021 (arXiv:2106.09685); rank-stabilised: Kalajdzievski 2023 (arXiv:2312.03732); DoRA: Liu et al. 2024
-(arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948). PEFT injects its layers in place, so names are those of
-`transformers` with added components, which `plain_name` removes.
+(arXiv:2402.09353). PEFT injects its layers in place, so names are those of `transformers` with added components, which
+`plain_name` removes.
+
+PiSSA initializes an adapter with the principal components of each frozen weight, which keeps the remainder: Meng et al.
+2024 (arXiv:2404.02948). With W = U S V', A = sqrt(S_r / scale) V_r' and B = U_r sqrt(S_r / scale), and W - scale B A is
+frozen. The initial A and B are not stored: they are recomputed from the weights a run starts with.
 """
 
 import copy
 import difflib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -20,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 from echelon.ground.errors import ConfigError
 from echelon.ground.quiet_imports import import_bitsandbytes
 from echelon.learn.model.parts import find_layers, find_score_head
-from echelon.learn.model.pissa import PrincipalParts, take_principal_parts
 from echelon.learn.model.quantization import (
     IN_4_BITS,
     QuantizedExperts,
@@ -37,12 +41,16 @@ if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
     from echelon.recipe.inputs import AdapterConfig
 
+
 ADAPTER = "default"
 _INSERTED = ("token_adapter", "base_layer", IN_4_BITS)
 _ADDED = (
     ".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.",
     ".weight_code", ".scale_code",
 )  # fmt: skip
+
+PrincipalParts = dict[str, tuple[Tensor, Tensor]]
+"""The initial (A, B) of each adapted layer by its name: full tensors on the CPU."""
 
 
 def plain_name(name: str) -> str | None:
@@ -344,3 +352,54 @@ def find_new_tokens(recipe: "Recipe", tokenizer: PreTrainedTokenizerBase) -> lis
     """Return the ids of `model.new_tokens`, whose embedding rows are trained in addition to an adapter."""
     ids: list[int] = tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
     return ids
+
+
+@torch.no_grad()
+def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = None) -> PrincipalParts:
+    """Set every LoRA layer to its weight's principal part, and the frozen weight to the remainder. Collective.
+
+    Args:
+        frozen_dtype: dtype that the weights had when the parts were first computed; None for their current dtype.
+    """
+    parts = {}
+    for name, layer in lora_layers(model):
+        weight = layer.get_base_layer().weight
+        full = whole(weight)
+        a, b = _principal_part(layer, full.to(frozen_dtype or full.dtype))
+        for target, content in (
+            (layer.lora_A["default"].weight, a),
+            (layer.lora_B["default"].weight, b),
+            (weight, full.float() - _product(layer, a, b)),
+        ):
+            write_part(target, content)
+        parts[name] = (a.cpu(), b.cpu())
+    return parts
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def _product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Return what the adapter adds to the weight, in the weight's layout."""
+    product: Tensor = layer.scaling["default"] * (b @ a)
+    return product.T if layer.fan_in_fan_out else product
+
+
+def _principal_part(layer: Any, weight: Any) -> tuple[Tensor, Tensor]:
+    """Compute (A [r, in], B [out, r]) of a full weight, fp32.
+
+    Broadcast from rank 0, because the signs of an SVD are arbitrary.
+    """
+    rank, scale = layer.r["default"], layer.scaling["default"]
+    oriented = weight.T if layer.fan_in_fan_out else weight
+    u, s, v = torch.linalg.svd(oriented.float(), full_matrices=False)
+    root = (s[:rank] / scale).sqrt()
+    a, b = (root[:, None] * v[:rank]).contiguous(), (u[:, :rank] * root).contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for part in (a, b):
+            dist.broadcast(part, src=0)
+    return a, b

@@ -19,10 +19,9 @@ from echelon.ground.errors import ConfigError, EchelonError, first_line
 from echelon.ground.sizes import count_noun
 from echelon.ground.stored import check_readable, read_json
 from echelon.learn.model.attention import choose_attention
-from echelon.learn.model.config import build_config
+from echelon.learn.model.config import build_config, scale_positions
 from echelon.learn.model.model_folder import find_config_folder
 from echelon.learn.model.parts import check_has_vocabulary, find_score_head, scores_texts
-from echelon.learn.model.rope import scale_positions
 from echelon.planner.shape import check_depth, resolve_vocab_size
 from echelon.recipe.document import Recipe
 

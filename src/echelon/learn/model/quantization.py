@@ -1,24 +1,33 @@
-"""Linear layers and experts with 4-bit weights: QLoRA's NF4 or FP4, computed by bitsandbytes.
+"""Linear layers with fewer bits: 4-bit weights of linears and experts by bitsandbytes, products in float8 by torchao.
 
-Dettmers et al. 2023 (arXiv:2305.14314). Both the packed weight and its scales are parameters, so that data parallelism
-shards and gathers them like any other. In the layer of bitsandbytes the scales are not a parameter, and stay unsharded
-on every rank.
+4-bit weights are QLoRA's NF4 or FP4: Dettmers et al. 2023 (arXiv:2305.14314). Both the packed weight and its scales are
+parameters, so that data parallelism shards and gathers them like any other. In the layer of bitsandbytes the scales are
+not a parameter, and stay unsharded on every rank.
+
+With products in float8, weights stay in the dtype in which they are stored. Inputs, weights and output gradients are
+scaled by the largest value of the whole tensor, or of each row, at each use, and cast to e4m3 (gradients of whole
+tensors to e5m2); the products accumulate in fp32 (Micikevicius et al. 2022, arXiv:2209.05433). Weights that are scaled
+as a whole are gathered in float8: each rank casts its shard.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from echelon.learn.model.parts import autocast_dtype
+from echelon.ground.errors import ConfigError
+from echelon.ground.extras import require_extra
+from echelon.learn.model.parts import autocast_dtype, find_layers
 from echelon.learn.model.sharding import local_part, write_part
 from echelon.planner.adapter_plan import NESTED_BLOCK, QUANTIZED_BLOCK, ROW_MULTIPLE
-from echelon.planner.experts import find_expert_weights
+from echelon.planner.experts import find_expert_weights, find_recorded_routers
 from echelon.recipe.inputs import AdapterConfig
+from echelon.recipe.training import Float8Scaling
 
 ERROR_PIECE = 2**22
 """The numbers of a weight whose error is computed at a time."""
@@ -231,3 +240,68 @@ def quantize_experts(model: nn.Module, layers: Iterable[nn.Module], adapter: Ada
         for experts in owners.values():
             experts.register_forward_pre_hook(_show_weights)
             experts.register_forward_hook(_hide_weights, always_call=True)
+
+
+_MULTIPLE = 16  # the kernels of products in float8 take tiles of this many rows and columns
+
+
+def check_float8_package() -> None:
+    """Raise ConfigError if torchao is not installed."""
+    require_extra("train.precision=fp8", "float8", "or use train.precision=bf16")
+
+
+def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers that compute in float8, by name: those of the decoder layers whose sizes the kernels support.
+
+    Routers of experts are left out, because small differences in their output choose other experts. The head is left
+    out, because the loss is most sensitive to its rounding.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
+    linear = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside
+    }
+    routers = {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
+    plain = {name: module for name, module in linear.items() if id(module) not in routers}
+    sizes = {name: (module.in_features, module.out_features) for name, module in plain.items()}
+    fitting = {
+        name: plain[name] for name, (rows, columns) in sizes.items() if rows % _MULTIPLE == columns % _MULTIPLE == 0
+    }
+    if not fitting:
+        raise ConfigError(
+            f"train.precision=fp8: the decoder layers of {type(model).__name__} have no linear layer whose sizes are "
+            f"multiples of {_MULTIPLE}; use train.precision=bf16."
+        )
+    return fitting
+
+
+def apply_float8(model: nn.Module, emulate: bool, scaling: Float8Scaling = "tensorwise", gathers: bool = False) -> None:
+    """Replace linear layers of a model, on meta or not, in place; parameters and their names stay.
+
+    Args:
+        emulate: compute the products of the rounded values in the compute dtype, which runs on every device.
+        gathers: the weights are sharded by FSDP, which is to gather them in float8; for tensorwise scales.
+
+    Raises:
+        ConfigError: no layer can compute in float8, or torchao is not installed.
+    """
+    check_float8_package()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    names = find_float8_layers(model)
+    options: dict[str, Any] = {"emulate": emulate, "enable_fsdp_float8_all_gather": gathers}
+    config = replace(Float8LinearConfig.from_recipe_name(scaling), **options)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+
+
+def share_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in float8, from their shards. Collective.
+
+    Without it each layer finds its own while it is gathered, by a collective of its own. To be called after each change
+    of the weights.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.parts import HeadArithmetic
-from echelon.learn.objectives.loss import sum_chunks
-from echelon.learn.objectives.vocabulary import VocabularyShard
+from echelon.learn.objectives.loss import VocabularyShard, sum_chunks
 from echelon.planner.model_shape import FUNCTION_LOGITS, logits_chunk_tokens
 
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]

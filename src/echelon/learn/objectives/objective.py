@@ -2,6 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -198,3 +199,34 @@ def training_sums(objective: Objective) -> OutputsFn:
         return torch.cat([sums[:1], router, sums[1:].detach()])
 
     return compute
+
+
+def with_batch_means(
+    objective: Objective,
+    microbatches: Sequence[Microbatch],
+    num_terms: Tensor,
+    run: RunFn,
+    add_up: Callable[[Tensor], object],
+) -> Sequence[Microbatch]:
+    """Return this rank's microbatches of a step with the `batch_means` in `extra`, if they have none. Collective.
+
+    Args:
+        num_terms: the terms on all ranks, at least 1.
+        run: see `Objective.batch_sums`.
+        add_up: sums a tensor in place over the ranks with other sequences.
+    """
+    names = objective.batch_means
+    if all(name in microbatch.extra for microbatch in microbatches for name in names):
+        return microbatches
+    moved = [batch.to(num_terms.device) for batch in microbatches]
+    sums = torch.stack([objective.batch_sums(batch, run).double() for batch in moved]).sum(0)
+    add_up(sums)
+    return put_means(objective, microbatches, sums / num_terms)
+
+
+def put_means(objective: Objective, microbatches: Sequence[Microbatch], means: Tensor) -> Sequence[Microbatch]:
+    """Return the microbatches with known means, [batch_means], one value for each sequence."""
+    named = list(zip(objective.batch_means, means.float(), strict=True))
+    return [
+        batch.with_extra(**{name: mean.expand(len(batch.labels)) for name, mean in named}) for batch in microbatches
+    ]

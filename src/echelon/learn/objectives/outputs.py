@@ -23,6 +23,7 @@ from echelon.learn.model.traits import Traits, find_traits
 from echelon.learn.objectives.loss import (
     IGNORE,
     LossAndGradient,
+    VocabularyShard,
     chunked_log_probabilities,
     chunked_loss_sum,
     loss_and_gradient,
@@ -30,7 +31,6 @@ from echelon.learn.objectives.loss import (
     token_loss_sum,
 )
 from echelon.learn.objectives.loss_function import LossFn, chunked_function_sum, function_loss_sum
-from echelon.learn.objectives.vocabulary import VocabularyShard
 from echelon.planner.model_shape import FUNCTION_LOGITS, TEACHER_LOGITS
 
 

@@ -40,7 +40,7 @@ class Reward(PairObjective):
 
     @override
     def _read(self, outputs: DecoderOutputs, batch: Microbatch) -> tuple[Answers, Answers]:
-        """Return both answers of each pair. The only label of an answer is at its last token (see `score_labels`)."""
+        """Return both answers of each pair. The only label of an answer is at its last token (see `ScoreRule`)."""
         labelled = batch.labels != IGNORE
         scores = sum_by_document(outputs.scores()[..., 0].where(labelled, 0.0), batch)
         halves = sum_by_document(batch.labels.where(labelled, 0), batch)
@@ -61,7 +61,7 @@ class Classification(Objective):
     """A classifier: the cross-entropy of each text's label under the softmax of its scores.
 
     It is the loss of `*ForSequenceClassification` of `transformers` with one label per text. A text's scores are those
-    at its last token, where its only label is (see `score_labels`): the number of one of `labels`.
+    at its last token, where its only label is (see `ScoreRule`): the number of one of `labels`.
     """
 
     labels: tuple[str, ...]

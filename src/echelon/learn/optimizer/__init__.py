@@ -1,10 +1,7 @@
 """Optimizers: which parameters each rule moves, by how much, and what it keeps for them."""
 
-from echelon.learn.optimizer.groups import check_groups
-from echelon.learn.optimizer.loss_scale import LossScale
-from echelon.learn.optimizer.norm import clip_gradients, global_norm
-from echelon.learn.optimizer.served import Served, build_served, divide_names
-from echelon.learn.optimizer.stepper import Optimizer, build_optimizer
+from echelon.learn.optimizer.norm import LossScale, clip_gradients, global_norm
+from echelon.learn.optimizer.stepper import Optimizer, Served, build_optimizer, build_served, check_groups, divide_names
 
 __all__ = [
     "LossScale",

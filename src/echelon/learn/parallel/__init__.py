@@ -2,27 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.peers import GroupPeers
 from echelon.learn.model.compilation import apply_compile
-from echelon.learn.model.context_attention import Context
+from echelon.learn.model.context_attention import Context, find_attention, use_context
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.router import Router, RouterLoss, RouterTap
 from echelon.learn.model.stage import StageRange, cut, find_ends, find_shared, own_layers, stage_ranges, view_stage
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.context import apply_context
+from echelon.learn.parallel.activation import KEPT_OPERATIONS, apply_activation_checkpointing
 from echelon.learn.parallel.data_parallel import apply_fully_shard, build_data_parallel
 from echelon.learn.parallel.expert import divide_experts, find_experts
 from echelon.learn.parallel.offload import apply_activation_offloading
 from echelon.learn.parallel.pipeline import Pipeline, StagePart
-from echelon.learn.parallel.protocol import DataParallel, Parallel
-from echelon.learn.parallel.step import ForwardBackward, SingleStage
+from echelon.learn.parallel.step import DataParallel, ForwardBackward, Parallel, SingleStage
 from echelon.planner.plan import ParallelPlan
 
 
@@ -115,6 +115,20 @@ def shard_stages(
     views = [view_stage(model, place, ends) for place in places]
     modules = [shard_model(view, plan, meshes, compile_backend, traits, routers, context) for view in views]
     return Stages(places, modules, shared)
+
+
+def apply_context(model: Any, plan: ParallelPlan, meshes: Meshes) -> Context | None:
+    """Divide the attention of a model, on meta or not, as the plan says; None without context parallelism.
+
+    Microbatches must be cut by `meshes.sequence_part`. Parameters keep their names and shapes.
+    """
+    if meshes.cp is None or plan.cp_method is None:
+        return None
+    context = Context(GroupPeers(meshes.cp), plan.cp_method, find_attention(model))
+    if plan.cp_method == "ring":  # by then its operation is defined
+        KEPT_OPERATIONS.add(torch.ops.echelon.ring_attention.default)
+    use_context(model, context)
+    return context
 
 
 def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:

@@ -25,7 +25,7 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.model.sharding import free_gradients
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.expert import find_dispatches, find_experts
-from echelon.learn.parallel.protocol import DataParallel, Undivided
+from echelon.learn.parallel.step import DataParallel, Undivided
 from echelon.learn.reduction import Buckets, build_reducer
 from echelon.planner.plan import ParallelPlan
 

@@ -34,8 +34,7 @@ from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import Absent, StageRange
 from echelon.learn.objectives.objective import Objective, StepSums, count_measures, training_sums
 from echelon.learn.objectives.outputs import DecoderOutputs, ObjectiveModule, OutputsFn
-from echelon.learn.parallel.protocol import DataParallel, SendsWhole
-from echelon.learn.parallel.step import ForwardBackward, loss_factors, poison_if_not_finite
+from echelon.learn.parallel.step import DataParallel, ForwardBackward, SendsWhole, loss_factors, poison_if_not_finite
 from echelon.planner.axes.pipeline_schedule import microbatches_kept, passes_deferred
 from echelon.planner.plan import ParallelPlan
 

@@ -29,11 +29,11 @@ from echelon.learn.model.adapters import ADAPTER
 from echelon.learn.model.parts import find_layers, find_score_head
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.stage import own_layers
-from echelon.learn.parallel import tensor_experts, tensor_features
+from echelon.learn.parallel import tensor_styles
 from echelon.planner.plan import ParallelPlan
 
 WHOLE, ALONG_SEQUENCE = Replicate(), Shard(1)
-PACKED = tensor_features.PACKED
+PACKED = tensor_styles.PACKED
 
 # What transformers calls a way to divide a module, and PyTorch's style for it, given the placement of the stream.
 STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
@@ -41,7 +41,7 @@ STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
     "rowwise": lambda stream: RowwiseParallel(output_layouts=stream),
     # Norms of heads, [batch, seq, heads, dim]: each rank has some of the heads, so gradients are added up over ranks.
     "replicated_with_grad_allreduce": lambda stream: SequenceParallel(sequence_dim=2, use_local_output=True),
-    tensor_features.ALL_HEADS: lambda stream: tensor_features.NormOfAllHeads(),
+    tensor_styles.ALL_HEADS: lambda stream: tensor_styles.NormOfAllHeads(),
     PACKED: lambda stream: ColwiseParallel(),
 }
 
@@ -169,10 +169,10 @@ def find_divided(model: Any) -> dict[str, str]:
     inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
     names = {name: id(module) for name, module in base.named_modules()}
     divided = {name: declared[key] for name in names if (key := _wildcard(name)) in declared and names[name] in inside}
-    divided = tensor_features.with_own_styles(base, divided)
+    divided = tensor_styles.with_own_styles(base, divided)
     for name, style in divided.items():
-        if style == tensor_experts.STYLE:
-            tensor_experts.find_router(model, name)
+        if style == tensor_styles.EXPERTS:
+            tensor_styles.find_router(model, name)
         elif style not in STYLES:
             raise ConfigError(
                 f"parallel.tp above 1: {name} of {kind} is divided as {style!r} by transformers, which echelon does "
@@ -194,7 +194,7 @@ def _find_blocks(divided: Iterable[str]) -> set[str]:
 
 def _find_experts(divided: Mapping[str, str]) -> list[str]:
     """The names of the modules that hold the experts of a layer."""
-    return [name for name, style in divided.items() if style == tensor_experts.STYLE]
+    return [name for name, style in divided.items() if style == tensor_styles.EXPERTS]
 
 
 def _check_complete(model: Any, divided: Mapping[str, str]) -> None:
@@ -204,7 +204,7 @@ def _check_complete(model: Any, divided: Mapping[str, str]) -> None:
     part of the sequence.
     """
     blocks = tuple(f"{block}." for block in _find_blocks(divided))
-    routers = [tensor_experts.find_router(model, name) for name in _find_experts(divided)]
+    routers = [tensor_styles.find_router(model, name) for name in _find_experts(divided)]
     known = tuple(f"{name}." for name in (*divided, *routers))
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     for name, parameter in model.base_model.named_parameters():
@@ -254,21 +254,21 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
 
 def _divide_matrices(base: nn.Module, styles: Mapping[str, str], stream: Placement, mesh: DeviceMesh) -> None:
     """Divide the matrices of the decoder, by name, each with its style."""
-    packed = {name: tensor_features.find_sizes(base, name) for name, style in styles.items() if style == PACKED}
+    packed = {name: tensor_styles.find_sizes(base, name) for name, style in styles.items() if style == PACKED}
     for name, style in styles.items():
         _divide(base.get_submodule(name), style, stream, mesh)
     for name, sizes in packed.items():
-        _apply(base.get_submodule(name), mesh, _Return(partial(tensor_features.keep_own, sizes=sizes)))
+        _apply(base.get_submodule(name), mesh, _Return(partial(tensor_styles.keep_own, sizes=sizes)))
         if name.endswith("qkv_proj"):
-            tensor_features.divide_heads(base.get_submodule(name.rpartition(".")[0]), mesh.size())
+            tensor_styles.divide_heads(base.get_submodule(name.rpartition(".")[0]), mesh.size())
 
 
 def _connect_experts(model: Any, experts: Iterable[str], stream: Placement, mesh: DeviceMesh) -> None:
     """Exchange what goes into the blocks of experts and comes out of them; `experts`: their names in the decoder."""
     base = model.base_model
     for name in experts:
-        router = tensor_experts.find_router(model, name)
-        tensor_experts.connect_router(base.get_submodule(router), base.get_submodule(name), mesh)
+        router = tensor_styles.find_router(model, name)
+        tensor_styles.connect_router(base.get_submodule(router), base.get_submodule(name), mesh)
     for block in _find_blocks(experts):
         _apply(base.get_submodule(block), mesh, _Receive(partial(_gather_plain, stream=stream)))
         _apply(base.get_submodule(block), mesh, _Return(partial(_add_up, stream=stream)))

@@ -5,12 +5,8 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.learn.reduction.buckets import Buckets
-from echelon.learn.reduction.encoded import BLOCKS, HALF, ROUNDED, Encoded
-from echelon.learn.reduction.powersgd import PowerSGD
-from echelon.learn.reduction.reducer import Reducer
-from echelon.learn.reduction.signs import Signs
-from echelon.learn.reduction.sparse import RandomK, TopK
+from echelon.learn.reduction.methods import BLOCKS, HALF, ROUNDED, Encoded, PowerSGD, RandomK, Signs, TopK
+from echelon.learn.reduction.reducer import Buckets, Reducer
 from echelon.planner.plan import SyncPlan
 
 __all__ = ["Buckets", "Reducer", "TopK", "build_reducer"]

@@ -17,8 +17,7 @@ from echelon.learn.distributed.membership import Membership, ViewChanged, close_
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.optimizer import divide_names
 from echelon.learn.reduction.reducer import write_back
-from echelon.learn.sync.push_code import Pusher
-from echelon.learn.sync.pushes import Kind, Request, Taken, await_message, await_reply, post
+from echelon.learn.sync.pushes import Kind, Pusher, Request, Taken, await_message, await_reply, post
 from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
 from echelon.learn.sync.weight_server import Server
 from echelon.recipe.synchronization import SyncConfig

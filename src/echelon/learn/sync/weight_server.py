@@ -15,8 +15,7 @@ from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.membership import close_connections
 from echelon.learn.optimizer import Served, clip_gradients, global_norm
 from echelon.learn.reduction.reducer import flatten, write_back
-from echelon.learn.sync.push_code import PushCode
-from echelon.learn.sync.pushes import Kind, Request, Taken, receive, reply
+from echelon.learn.sync.pushes import Kind, PushCode, Request, Taken, receive, reply
 from echelon.recipe.synchronization import SyncConfig
 
 

@@ -25,7 +25,7 @@ from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from echelon.ground.launch_environment import LastEnd
-    from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
+    from echelon.learn.checkpoint.snapshot import SnapshotsByStep
     from echelon.recipe.document import Recipe
     from echelon.run.training.callbacks import Callback
     from echelon.run.training.replica_state import HeldState

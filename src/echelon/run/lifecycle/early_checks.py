@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from echelon.learn.data.given_folder import is_given
 from echelon.learn.data.prepare_spec import prepare_spec
+from echelon.learn.data.shared_folders import is_given
 from echelon.learn.data.source import find_absent
 from echelon.recipe.document import Recipe
 from echelon.run.folder.open_run import check_folder

@@ -22,7 +22,7 @@ from echelon.ground.hosts import limit_silence_of
 from echelon.ground.launch_environment import LastEnd, is_gpu_private
 from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
-from echelon.learn.checkpoint.peer_memory import SnapshotsByStep
+from echelon.learn.checkpoint.snapshot import SnapshotsByStep
 from echelon.learn.distributed.membership import ViewChanged
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
 from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport, end_waits

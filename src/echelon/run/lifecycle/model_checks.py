@@ -238,15 +238,14 @@ def _check_built(
         return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
-            from echelon.learn.model.config import build_config
-            from echelon.learn.model.rope import scale_positions
+            from echelon.learn.model.config import build_config, scale_positions
 
             scale_positions(build_config(fields), recipe)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return None
     from echelon.learn.model.build import parameter_names
-    from echelon.learn.model.causality import check_is_causal
-    from echelon.learn.model.rope import check_scaled
+    from echelon.learn.model.config import check_scaled
+    from echelon.learn.model.copy_checks import check_is_causal
     from echelon.learn.model.traits import describe_obstacle, find_traits
     from echelon.learn.optimizer import check_groups
 
@@ -257,10 +256,10 @@ def _check_built(
     obstacle = describe_obstacle(traits, config)
     _check_divided(model, traits, recipe)
     if "fp8" in recipe.train.precision:
-        from echelon.learn.model.float8 import check_package, find_float8_layers
+        from echelon.learn.model.quantization import check_float8_package, find_float8_layers
 
         find_float8_layers(model)
-        _has(check_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
+        _has(check_float8_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups(
             (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
@@ -271,7 +270,7 @@ def _check_built(
 def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> tuple[Any, Any]:
     """Build the recipe's model on meta; return it and its config."""
     from echelon.learn.model.build import apply_head, build_on_meta, load_config
-    from echelon.learn.model.rope import scale_positions
+    from echelon.learn.model.config import scale_positions
 
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
@@ -292,7 +291,7 @@ def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left
 def _check_divided(model: Any, traits: Any, recipe: Recipe) -> None:
     """Refuse a division of sequences, matrices or MLPs that the model does not support."""
     if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
-        from echelon.learn.model.divided_copy import check_divides
+        from echelon.learn.model.copy_checks import check_divides
 
         check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
     kept = recipe.train.activation_checkpointing

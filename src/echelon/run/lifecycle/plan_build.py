@@ -57,7 +57,7 @@ def _build_apart(request: dict[str, Any]) -> StoredBytes:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Build the first rank of the request's stage; return its bytes, or the message why it is refused."""
     from echelon.learn.distributed.mesh import Grid
-    from echelon.learn.engines.dry_run import build_rank
+    from echelon.learn.engines.native_build import build_rank
     from echelon.learn.model.build import apply_head, load_config
 
     recipe, _ = build_recipe(yaml.safe_load(request["recipe"]))

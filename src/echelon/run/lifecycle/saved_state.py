@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from echelon.ground.launch_environment import find_host_dir, find_snapshot_dir, shares_files
 from echelon.learn.checkpoint.carrier import Carrier
-from echelon.learn.checkpoint.peer_memory import HeldSnapshot, PeerMemory, SnapshotsByStep
-from echelon.learn.checkpoint.snapshot import Snapshots
+from echelon.learn.checkpoint.snapshot import HeldSnapshot, PeerMemory, Snapshots, SnapshotsByStep
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.membership import Membership
 from echelon.learn.distributed.mesh import Meshes

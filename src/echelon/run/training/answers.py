@@ -12,7 +12,7 @@ from torch import Tensor
 from echelon.ground.errors import CheckpointError, TrainingError
 from echelon.learn.answers.rollouts import Played, Rollouts
 from echelon.learn.answers.sampling import Sampling, row_seed
-from echelon.learn.data.prompt_records import PromptRecord
+from echelon.learn.data.prepared import PromptRecord
 from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.objects import gather_objects
 from echelon.recipe.document import Recipe

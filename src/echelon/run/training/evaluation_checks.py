@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.benchmarks.task_files import name_tasks
-from echelon.learn.data.panics import panics_told
-from echelon.learn.data.prepared import PreparedData
-from echelon.learn.data.prompt_records import PromptDataset
+from echelon.learn.data.prepared import PreparedData, PromptDataset
+from echelon.learn.data.tokenizer import panics_told
 from echelon.recipe.document import Recipe
 
 if TYPE_CHECKING:

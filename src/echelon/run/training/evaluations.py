@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from echelon.ground.stop_request import StopRequest, agreed_stop
-from echelon.learn.answers.generation import continue_prompts, find_end
-from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.answers.sampling import Sampling, continue_prompts, find_end, row_seed
 from echelon.learn.data.loader import Microbatch
-from echelon.learn.data.panics import panics_told
 from echelon.learn.data.prepared import ValidationSet
+from echelon.learn.data.tokenizer import panics_told
 from echelon.learn.distributed.objects import broadcast_object
 from echelon.learn.engines.engine import Evaluation
 from echelon.learn.evaluation import EvalResult, EvalResults

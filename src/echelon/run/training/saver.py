@@ -19,8 +19,7 @@ from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_duration
 from echelon.ground.stop_request import LIMITS, STRAGGLER
 from echelon.learn.checkpoint.folder import Checkpoint
-from echelon.learn.checkpoint.peer_memory import PeerMemory
-from echelon.learn.checkpoint.snapshot import Snapshots
+from echelon.learn.checkpoint.snapshot import PeerMemory, Snapshots
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects

@@ -17,9 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from echelon.ground.errors import EchelonError, TrainingError
-from echelon.learn.checkpoint.fill import load_alone
+from echelon.learn.checkpoint.fill import load_alone, read_metadata
 from echelon.learn.checkpoint.folder import Checkpoint, list_checkpoints
-from echelon.learn.checkpoint.safety import read_metadata
 from echelon.run.folder.run_folder import OWNER_ONLY, RunFolder
 
 # Fields of a row that must equal those of the undisturbed run, bit for bit.

@@ -15,13 +15,11 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.run_files import is_run
-from echelon.learn.answers.generation import ForwardPasses, continue_prompts, find_end
-from echelon.learn.answers.sampling import Sampling, row_seed
+from echelon.learn.answers.sampling import ForwardPasses, Sampling, continue_prompts, find_end, row_seed
 from echelon.learn.checkpoint.adapted import read_run_recipe
-from echelon.learn.data.panics import panics_told, shorten
 from echelon.learn.data.readers.record import BrokenRecordError
-from echelon.learn.data.sample_text import ChatTemplate
-from echelon.learn.data.templates import own_template
+from echelon.learn.data.templates import ChatTemplate, own_template
+from echelon.learn.data.tokenizer import panics_told, shorten
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.kv_cache import KeyValueCache, start_cache
 from echelon.learn.opened import OpenedModel, load_tokenizer_of, one_process

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.reward_models import RewardModel, RewardTexts
 from echelon.learn.answers.rewards import RewardProcess
-from echelon.learn.data.score_labels import ScoreRule
+from echelon.learn.data.instruction import ScoreRule
 from echelon.learn.data.tokenizer import train_tokenizer
 from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import AdapterConfig

@@ -24,7 +24,7 @@ from echelon.learn.data.prepare import prepare
 from echelon.learn.data.prepare_spec import PrepareSpec
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.data.readers import datasets as datasets_reader
-from echelon.learn.data.resume import DigestSet
+from echelon.learn.data.sinks import DigestSet
 from echelon.learn.data.source import Source
 from echelon.learn.data.tokenize import WorkerDiedError
 from echelon.learn.data.tokenizer import train_tokenizer
@@ -277,7 +277,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from echelon.learn.data import corpus_writer as writing
-from echelon.learn.data.resume import WritingJournal
+from echelon.learn.data.sinks import WritingJournal
 from tests.unit.learn.data.test_corpus_writer import resumable_spec
 
 writing.POINT_BYTES = 2**18

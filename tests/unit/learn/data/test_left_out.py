@@ -8,8 +8,7 @@ import pytest
 
 from echelon.ground.errors import DataError
 from echelon.learn.data.corpus import describe_left_out, list_corpus
-from echelon.learn.data.file_walk import LeftOut
-from echelon.learn.data.source import Source, list_files
+from echelon.learn.data.source import LeftOut, Source, list_files
 
 
 def source(path, **fields):

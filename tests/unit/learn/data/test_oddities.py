@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.main import app
 from echelon.ground.errors import DataError
-from echelon.learn.data.oddities import SAMPLED_DOCUMENTS, CopySample
+from echelon.learn.data.record_counts import SAMPLED_DOCUMENTS, CopySample
 from tests.unit.recipe_samples import SMALL
 
 TRAINED = ["tokenizer={train: {vocab_size: 300}}", "data.sequence_len=64", "data.validation_fraction=0"]

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.ground.errors import ConfigError, DataError
 from echelon.learn.data.prepare import prepare_data
-from echelon.learn.data.prompt_records import read_prompts
+from echelon.learn.data.prepared import read_prompts
 from tests.unit.recipe_samples import load_text
 
 RECIPE = """

@@ -12,12 +12,11 @@ import pytest
 
 from echelon.ground.errors import ConfigError, DataError
 from echelon.ground.progress import Progress
-from echelon.learn.data.corpus import CorpusEntry, describe_examples
+from echelon.learn.data.corpus import CorpusEntry, TextSample, describe_examples
 from echelon.learn.data.readers import count_documents, cut_file, name_place, read_records
 from echelon.learn.data.readers.arrays import ArrayReader
 from echelon.learn.data.readers.record import Broken, Fields, Reading, Record, digest_document, hash_for_split
 from echelon.learn.data.source import Source, list_files
-from echelon.learn.data.text_sample import TextSample
 from echelon.recipe.data_formats import RECORD_FORMATS, recognise_format
 from tests.unit.recipe_samples import SMALL, load_text
 

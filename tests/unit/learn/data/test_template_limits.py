@@ -17,8 +17,7 @@ from echelon.ground.errors import ConfigError, EchelonError
 from echelon.learn.data import limits
 from echelon.learn.data.conversation import Conversation
 from echelon.learn.data.limits import LimitError, helper_ended, run_here
-from echelon.learn.data.sample_text import ChatTemplate
-from echelon.learn.data.templates import NAMED_TEMPLATES
+from echelon.learn.data.templates import NAMED_TEMPLATES, ChatTemplate
 from echelon.tools.inference.generate import Chat
 from tests.dist.command import CommandLine
 
@@ -193,7 +192,7 @@ PROGRAM = f"""
 import threading
 from echelon.ground.stop_request import stops_told
 from echelon.learn.data import limits
-from echelon.learn.data.sample_text import ChatTemplate
+from echelon.learn.data.templates import ChatTemplate
 
 limits.CPU_SECONDS = 600.0
 ChatTemplate("", {{}}).prompt([], generate=True)

@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import echelon.learn.model.causality as causality
 from echelon.ground.errors import ConfigError
+from echelon.learn.model import copy_checks
 from echelon.learn.model.build import load_config
-from echelon.learn.model.causality import check_is_causal
+from echelon.learn.model.copy_checks import check_is_causal
 from tests.dist.command import CommandLine
 from tests.families import EXTRA, small_config
 from tests.unit.recipe_samples import RECIPE
@@ -73,10 +73,10 @@ def test_other_causal_architectures_pass(model_type, fields):
 def test_a_large_model_is_tested_with_a_small_copy():
     """Eight experts of 14336 and a width of 4096 are 46 billion parameters; the tested copy is below the limit."""
     tried = []
-    measure = causality.measure_leak
-    causality.sees_what_follows.cache_clear()
+    measure = copy_checks.measure_leak
+    copy_checks.sees_what_follows.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causality, "measure_leak", lambda *given: tried.append(given[0]) or measure(*given))
+        patch.setattr(copy_checks, "measure_leak", lambda *given: tried.append(given[0]) or measure(*given))
         check_is_causal(load_config({"model_type": "mixtral"}))
         check_is_causal(load_config({"model_type": "mixtral"}))
         with pytest.raises(ConfigError):
@@ -108,7 +108,7 @@ def test_every_architecture_of_transformers(model_type):
     """With default configs, only models known to see later tokens are refused. Some defaults cannot be built."""
     try:
         config = load_config({"model_type": model_type})
-        causality.build_on_meta(config)
+        copy_checks.build_on_meta(config)
     except ConfigError:
         pytest.skip("its default config makes no model")
     if model_type in REFUSED:

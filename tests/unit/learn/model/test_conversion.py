@@ -15,7 +15,7 @@ from echelon.learn.engines.native import NativeEngine, NativeParts
 from echelon.learn.model import conversion
 from echelon.learn.model.build import build_on_meta, load_config, materialize, persistent_buffers
 from echelon.learn.model.conversion import conversions_to_files, conversions_to_model
-from echelon.learn.model.pretrained import PretrainedWeights
+from echelon.learn.model.weights import PretrainedWeights
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import find_model_fields

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from echelon.learn.engines import kernels
+from echelon.learn.engines import prepared_layers
 from echelon.learn.model import flex_attention
 from echelon.learn.model.attention import describe_document_mask
 from echelon.learn.model.build import build_on_meta, load_config
@@ -173,11 +173,11 @@ CHOSEN = "attention: flex attention, whose kernels cap the scores"
     ],
 )
 def test_it_is_used_where_it_works(alone, monkeypatch, wanted, here, equal, plan, chosen, line):  # noqa: F811
-    monkeypatch.setattr(kernels, "has_flex", lambda *_: here)
-    monkeypatch.setattr(kernels, "computes_as_eager", lambda *_: equal)
+    monkeypatch.setattr(prepared_layers, "has_flex", lambda *_: here)
+    monkeypatch.setattr(prepared_layers, "computes_as_eager", lambda *_: equal)
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", [] if wanted is None else [f"model.attn_implementation={wanted}"])
     skeleton = build_on_meta(load_config(small_config("gemma2")), wanted)
-    traits, found = kernels.choose_attention_kernel(skeleton, recipe, plan, alone, torch.device("cuda"))
+    traits, found = prepared_layers.choose_attention_kernel(skeleton, recipe, plan, alone, torch.device("cuda"))
     assert (skeleton.config._attn_implementation, found) == (chosen, line)
     assert traits.mask == "by_layer"
     assert ("flex attention" in describe_document_mask(chosen, traits.mask)) == (chosen == FLEX)

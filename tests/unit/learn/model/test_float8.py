@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.ground import extras
 from echelon.ground.errors import ConfigError
-from echelon.learn.model import float8
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.float8 import apply_float8, find_float8_layers
+from echelon.learn.model.quantization import apply_float8, find_float8_layers
 from tests.families import random_batch, small_config, small_model
 
 pytest.importorskip("torchao")
@@ -93,6 +93,6 @@ def test_gradients_are_close_to_those_in_bf16(family):
 
 
 def test_a_missing_package_is_refused(monkeypatch):
-    monkeypatch.setattr(float8, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"requires the package torchao.*pip install 'torchao>="):
         apply_float8(small_model("llama"), emulate=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama import modeling_llama
 
-from echelon.learn.engines import kernels
+from echelon.learn.engines import prepared_layers
 from echelon.learn.model import liger
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.liger import apply_liger, find_obstacle
@@ -204,16 +204,16 @@ def test_they_are_for_eager_adapters(alone, monkeypatch, install, overrides, pla
     install()
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", overrides)
     for obstacle, expected in ((None, True), ("they are slow", False)):
-        monkeypatch.setattr(kernels, "find_obstacle", lambda *_, found=obstacle: found)
-        uses, line = kernels.choose_liger(skeleton(), recipe, plan, alone, device)
+        monkeypatch.setattr(prepared_layers, "find_obstacle", lambda *_, found=obstacle: found)
+        uses, line = prepared_layers.choose_liger(skeleton(), recipe, plan, alone, device)
         assert uses == (is_asked and expected)
         if not is_asked:
             assert line is None
         else:
-            assert line == (kernels.LIGER if expected else "kernels: PyTorch's, because they are slow")
+            assert line == (prepared_layers.LIGER if expected else "kernels: PyTorch's, because they are slow")
 
 
 def test_without_the_package_nothing_is_said(alone, monkeypatch):  # noqa: F811
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", LORA)
-    assert kernels.choose_liger(skeleton(), recipe, HALF, alone, CUDA) == (False, None)
+    assert prepared_layers.choose_liger(skeleton(), recipe, HALF, alone, CUDA) == (False, None)

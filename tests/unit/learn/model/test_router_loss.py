@@ -24,10 +24,10 @@ from echelon.learn.model.router import (
     number_sequences,
 )
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.learn.objectives.dpo import DPO
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
+from echelon.learn.objectives.pairs import DPO
 from echelon.learn.parallel.activation import apply_activation_checkpointing
 from tests.families import random_batch, small_config, small_model
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.rope import check_full_sequences, check_scaled, scale_positions
+from echelon.learn.model.config import check_full_sequences, check_scaled, scale_positions
 from echelon.recipe.load import parse_recipe
 from tests.families import initialized, small_config
 from tests.unit.recipe_samples import DEMO

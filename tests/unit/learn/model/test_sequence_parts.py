@@ -10,7 +10,7 @@ from echelon.ground.errors import ConfigError, PlanError
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.distributed.sequence_part import SequencePart, in_order, in_parts
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.model.divided_copy import check_divides
+from echelon.learn.model.copy_checks import check_divides
 from echelon.learn.model.traits import find_traits
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import Accelerator, Cluster

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import kernels
+from echelon.learn.engines import prepared_layers
 from echelon.learn.model import varlen_attention
 from echelon.learn.model.attention import PLAIN_CAUSAL
 from echelon.learn.model.build import build_on_meta, load_config
@@ -129,12 +129,12 @@ def alone():
     ],
 )
 def test_the_kernel_is_used_where_it_works(alone, monkeypatch, family, fields, here, chosen):
-    monkeypatch.setattr(kernels, "has_kernel", lambda *_: here)
+    monkeypatch.setattr(prepared_layers, "has_kernel", lambda *_: here)
     wanted = fields.get("attn_implementation")
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", [] if wanted is None else [f"model.attn_implementation={wanted}"])
     config = load_config({**small_config(family), **({} if wanted else fields)})
     skeleton = build_on_meta(config, wanted)
-    kernels.choose_attention_kernel(skeleton, recipe, PLAN, alone, CPU)
+    prepared_layers.choose_attention_kernel(skeleton, recipe, PLAN, alone, CPU)
     assert skeleton.config._attn_implementation == chosen
 
 
@@ -149,10 +149,10 @@ def test_the_kernel_is_used_where_it_works(alone, monkeypatch, family, fields, h
 )
 def test_a_model_that_passes_masks_gets_no_kernel_of_cudnn(alone, monkeypatch, family, fields, here, keeps):
     """Their gradients can be NaN with a mask: github.com/pytorch/pytorch/issues/196678."""
-    monkeypatch.setattr(kernels, "has_kernel", lambda *_: here)
+    monkeypatch.setattr(prepared_layers, "has_kernel", lambda *_: here)
     torch.backends.cuda.enable_cudnn_sdp(True)
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", [])
-    kernels.choose_attention_kernel(
+    prepared_layers.choose_attention_kernel(
         build_on_meta(load_config(small_config(family, **fields))), recipe, PLAN, alone, CPU
     )
     found = torch.backends.cuda.cudnn_sdp_enabled()

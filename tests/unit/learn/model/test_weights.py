@@ -11,9 +11,8 @@ from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.learn.data.tokenizer import build_bytes_tokenizer
 from echelon.learn.model import weights
 from echelon.learn.model.build import build_on_meta, load_config, materialize
-from echelon.learn.model.pretrained import PretrainedWeights
 from echelon.learn.model.seeds import derive_seed, seed_generators
-from echelon.learn.model.weights import initialize_weights
+from echelon.learn.model.weights import PretrainedWeights, initialize_weights
 from echelon.learn.opened import OpenedModel, one_process
 from echelon.learn.parallel.data_parallel import apply_fully_shard
 from echelon.planner.plan import ParallelPlan

@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from echelon.learn.data.loader import Microbatch, build_rows, positions_in_documents
-from echelon.learn.data.mismatched import mismatch
+from echelon.learn.data.loader import Microbatch, build_rows, mismatch, positions_in_documents
 from echelon.learn.data.shards import GOOD, Samples
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.outputs import ObjectiveModule

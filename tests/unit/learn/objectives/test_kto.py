@@ -14,9 +14,8 @@ from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.shards import GOOD, NO_LABEL
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.evaluation import read_in_order, sum_up
-from echelon.learn.objectives.batch_means import with_batch_means
 from echelon.learn.objectives.kto import KTO
-from echelon.learn.objectives.objective import build_objective
+from echelon.learn.objectives.objective import build_objective, with_batch_means
 from tests.families import small_model
 from tests.unit.learn.objectives.pair_samples import module_of
 from tests.unit.recipe_samples import SMALL, load_text

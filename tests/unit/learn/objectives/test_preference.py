@@ -16,10 +16,10 @@ from echelon.learn.evaluation import EvalResults, build_result, count_labels
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.router import RouterTap, choose_router_loss
 from echelon.learn.model.traits import find_traits
-from echelon.learn.objectives.dpo import DPO
 from echelon.learn.objectives.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
 from echelon.learn.objectives.objective import build_objective, training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule, lay_out_rows
+from echelon.learn.objectives.pairs import DPO
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.run.lifecycle.setup import prepare_run
 from tests.families import EXTRA, random_batch, small_model

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.data.score_labels import find_label, split_margin
+from echelon.learn.data.instruction import find_label, split_margin
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.evaluation import EvalResults, sum_up
 from echelon.learn.objectives.loss import IGNORE

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch._dynamo.utils
 
-from echelon.learn.optimizer.compiled_update import CompiledUpdate
 from echelon.learn.optimizer.slot import Slot
-from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule, compile_rule
+from echelon.learn.optimizer.stepper import CompiledUpdate, Optimizer, ParameterGroup, choose_rule, compile_rule
 from echelon.recipe.training import OptimConfig
 
 # Rows of whole blocks of 8-bit moments, others, and vectors, the last as large as a matrix.

@@ -4,8 +4,8 @@ import pytest
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.optimizer import build_optimizer, check_groups
-from echelon.learn.optimizer.groups import find_members, find_roles
 from echelon.learn.optimizer.muon import Muon
+from echelon.learn.optimizer.stepper import find_members, find_roles
 from echelon.recipe.training import OptimConfig
 from tests.families import small_model
 

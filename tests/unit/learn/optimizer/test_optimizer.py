@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from echelon.learn.optimizer import build_optimizer
-from echelon.learn.optimizer.groups import find_members
 from echelon.learn.optimizer.muon import COEFFICIENTS, orthogonalize
+from echelon.learn.optimizer.stepper import find_members
 from echelon.recipe.training import OptimConfig
 from tests.families import random_batch, small_model
 

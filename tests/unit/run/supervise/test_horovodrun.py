@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from echelon.foreign.horovod import check_ranks, find_group_bytes
+from echelon.foreign.horovod import check_ranks, divide, find_group_bytes
 from echelon.ground import foreign_launchers
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.foreign_launchers import read_horovodrun_rendezvous
-from echelon.learn.parallel.horovod_sum import divide
 
 
 class Store(BaseHTTPRequestHandler):

@@ -1,4 +1,7 @@
-"""Prepares the chunks of a stream, and keeps the last ones on this machine's disk.
+"""The chunks of a text that is prepared while a run trains: their files, how each is prepared, and those on this disk.
+
+A chunk is a file, or several small ones in a row. Its tokens depend on nothing else, so any process of any machine can
+prepare it, at any time.
 
     KEY.chunks/00000012.bin       the tokens of a chunk, or the rows of its samples, until it is removed to make room
     KEY.chunks/00000012.json      its record, which stays: a chunk that is prepared again must have the same tokens
@@ -7,16 +10,19 @@ All processes that see the folder work together: a chunk is prepared by whoever 
 With `data.prepared_remote`, chunks are shared through an object store as well, under the same names.
 """
 
+import hashlib
+import json
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +31,16 @@ from echelon.ground.errors import DataError, EchelonError, explain_storage_error
 from echelon.ground.file_lock import FileLock
 from echelon.ground.mirror import bring
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
-from echelon.ground.stored import parse_json, read_json, write_json
-from echelon.learn.data.broken_records import RecordCounts
+from echelon.ground.stored import parse_json, read_json, validator_of, write_json, write_text
 from echelon.learn.data.catalog import INDEX_DTYPE, TARGETS_DTYPE, PackRecord, SampleRule
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.packing import PackedDataset, write_packs
-from echelon.learn.data.readers.record import Broken, SourceFile
-from echelon.learn.data.resume import SampleCounts, SinkState
+from echelon.learn.data.readers.record import PIECE_BYTES, Broken, Fields, SourceFile
+from echelon.learn.data.record_counts import RecordCounts
 from echelon.learn.data.shards import DTYPES, GOOD, Samples, ShardRecord, ShardWriter, TokenStore
-from echelon.learn.data.sinks import open_sink
+from echelon.learn.data.sinks import SampleCounts, SinkState, open_sink
 from echelon.learn.data.source import Source
 from echelon.learn.data.stream.addresses import SLOW_SECONDS, fetch, is_address, slowness_told
-from echelon.learn.data.stream.chunk_list import StreamPlan
 from echelon.learn.data.stream.options import StreamOptions
 from echelon.learn.data.tokenize import (
     Encoding,
@@ -46,6 +50,7 @@ from echelon.learn.data.tokenize import (
     serve_requests,
     token_dtype,
 )
+from echelon.recipe.data_formats import PAIR_FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,31 @@ MAX_CHUNK_TOKENS = 2**62
 _ROWS_AT_ONCE = 64
 _NUM_LOCKS = 64
 _POLL_SECONDS = 0.05
+Files = tuple[SourceFile, ...]
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """stream.json. `chunks`: the files of each chunk. `max_broken_fraction`: of the records of a chunk.
+
+    `samples`: the rule that turns the documents of a chunk into samples; None: all documents form one text.
+    """
+
+    encoding: Encoding
+    max_broken_fraction: float
+    chunks: tuple[Files, ...]
+    samples: SampleRule | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files, as stored."""
+        return sum(file.size for files in self.chunks for file in files)
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether a sequence may contain more than one document."""
+        has_pairs = any(file.fields.format in PAIR_FORMATS for files in self.chunks for file in files)
+        return self.samples is None or self.samples.packing or has_pairs
 
 
 class ChunkKeeper:
@@ -383,3 +413,61 @@ def read_rows(rows: npt.NDArray[np.uint32], apart: bool) -> Samples:
     inputs, labels, documents, judged = np.split(rows.view(np.int32), [length, 2 * length, 3 * length], axis=1)
     extra = {GOOD: judged[:, 0] == 1} if (judged >= 0).any() else {}
     return Samples(inputs.astype(np.int64), labels.astype(np.int64), documents, apart, extra)
+
+
+STREAM_NAME = "stream.json"
+_MOST_BYTES = 2**32  # names of millions of files
+
+
+def cut_chunks(files: Iterable[SourceFile]) -> Iterator[Files]:
+    """Yield the files of each chunk: as many in a row as have about PIECE_BYTES together, at least one."""
+    taken, num_bytes = list[SourceFile](), 0
+    for file in (file for file in files if file.size):
+        taken.append(file)
+        num_bytes += file.size
+        if num_bytes >= PIECE_BYTES:
+            yield tuple(taken)
+            taken, num_bytes = [], 0
+    if taken:
+        yield tuple(taken)
+
+
+def save_plan(folder: Path, plan: StreamPlan) -> None:
+    """Write stream.json."""
+    write_text(folder / STREAM_NAME, json.dumps(asdict(plan), default=os.fspath))
+
+
+def load_plan(folder: Path) -> StreamPlan:
+    """Read stream.json. Raises DataError if it cannot be read."""
+    path = folder / STREAM_NAME
+    try:
+        content = read_json(path, _MOST_BYTES)
+        encoding = validator_of(Encoding).validate_python(content["encoding"])
+        chunks = tuple(tuple(map(_parse_file, files)) for files in content["chunks"])
+        rule = content.get("samples")
+        return StreamPlan(encoding, content["max_broken_fraction"], chunks, rule and SampleRule(**rule))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); delete {folder} and run again.") from error
+
+
+def _parse_file(values: dict[str, Any]) -> SourceFile:
+    rows, fields = values["rows"] and tuple(values["rows"]), values["fields"]
+    plain = ("text", fields.get("text")), ("input_ids", fields.get("tokens"))  # as earlier versions wrote them
+    names = fields.get("names", [pair for pair in plain if pair[1] is not None])
+    parsed = Fields(fields.get("format"), tuple(map(tuple, names)))
+    return SourceFile(**{**values, "path": Path(values["path"]), "fields": parsed, "rows": rows})
+
+
+def digest_plan(plan: StreamPlan) -> str:
+    """A hash of what decides the tokens and samples: the settings, and name, size and version of each file."""
+    files = [
+        [file.name, file.format, file.size, file.revision or file.mtime_ns, file.rows, str(file.fields)]
+        for chunk in plan.chunks
+        for file in chunk
+    ]
+    content: list[Any] = [plan.encoding.fingerprint, plan.encoding.separator, files]
+    if plan.samples is not None:
+        fields = [f"Example{file.fields!r}" for chunk in plan.chunks for file in chunk]  # as the class was called
+        instruction = plan.encoding.instruction
+        content.append([asdict(plan.samples), instruction and asdict(instruction), fields])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

@@ -15,8 +15,7 @@ from typing_extensions import override
 from echelon.ground.errors import DataError, EchelonError
 from echelon.ground.sizes import render_bytes
 from echelon.learn.data.shards import NO_LABEL, Dataset, Samples, TokenDataset, TokenStore
-from echelon.learn.data.stream.chunk_list import StreamPlan, digest_plan
-from echelon.learn.data.stream.chunks import ChunkKeeper, read_rows, row_size
+from echelon.learn.data.stream.chunks import ChunkKeeper, StreamPlan, digest_plan, read_rows, row_size
 from echelon.learn.data.stream.options import StreamOptions
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ def write_files(folder: Path) -> None:
 def load(tmp_path, monkeypatch):
     """Load the recipe, in a folder with its text, with overrides; every file is a chunk."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.learn.data.stream.chunk_list.PIECE_BYTES", 1)
+    monkeypatch.setattr("echelon.learn.data.stream.chunks.PIECE_BYTES", 1)
     monkeypatch.setattr(addresses, "RETRY_DELAYS_SECONDS", (0.0, 0.0))
     write_files(tmp_path / "text")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(STREAMED))

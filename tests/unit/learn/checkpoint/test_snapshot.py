@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.learn.checkpoint.peer_memory import PeerMemory, SnapshotsByStep
+from echelon.learn.checkpoint.snapshot import PeerMemory, SnapshotsByStep
 
 RANKS = 3
 ODD = {"a": torch.float32, "b": torch.bfloat16, "c": torch.int64, "d": torch.uint8}

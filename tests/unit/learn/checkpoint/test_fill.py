@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from echelon.ground.checksums import check_files
 from echelon.ground.errors import CheckpointError
-from echelon.learn.checkpoint.fill import load_alone
+from echelon.learn.checkpoint.fill import load_alone, read_metadata
 from echelon.learn.checkpoint.folder import find_checkpoints, publish
-from echelon.learn.checkpoint.safety import read_metadata
 from echelon.learn.checkpoint.store import CheckpointStore
 
 GREEDY = pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + struct.pack("<Q", 2**62) + b"x" + pickle.STOP

@@ -12,11 +12,8 @@ import echelon.learn.objectives.loss
 from echelon.ground.errors import ConfigError
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.evaluation import sum_up
-from echelon.learn.objectives.batch_means import with_batch_means
-from echelon.learn.objectives.dpo import DPO, LOSSES
-from echelon.learn.objectives.objective import build_objective
-from echelon.learn.objectives.pairs import Answers
-from echelon.learn.objectives.reference_free import CPO, ORPO, SimPO
+from echelon.learn.objectives.objective import build_objective, with_batch_means
+from echelon.learn.objectives.pairs import CPO, DPO, LOSSES, ORPO, Answers, SimPO
 from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.objective import ObjectiveConfig
 from tests.families import small_model
