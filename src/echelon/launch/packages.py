@@ -9,8 +9,8 @@ from echelon.launch.ray.submission import INSTALLERS, read_packages
 from echelon.launch.source_bundle import list_extras
 from echelon.launch.targets import find_launcher
 from echelon.recipe.document import Recipe
-from echelon.recipe.engines import NATIVE
 from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.names import NATIVE
 
 # The bare name, also with extras or a version: no path, address, direct reference, or part of another name.
 _NAMESAKE = r"echelon(?=[\s'\"\[=<>~!;&|]|$)(?!(\[[^\]]*\])?\s*@)"

@@ -18,7 +18,6 @@ from echelon.planner.arithmetic import (
 )
 from echelon.planner.axes.table import AXES
 from echelon.planner.engine_limits import check_engine, find_row
-from echelon.planner.fitting_values import join_words
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.kept_activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.layout import (
@@ -46,6 +45,7 @@ from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches, weighed_axes
 from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
+from echelon.recipe.limits import join_words
 from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 

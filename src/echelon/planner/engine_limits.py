@@ -6,9 +6,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
-from echelon.planner.fitting_values import join_words
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.engines import ENGINES, NATIVE, EngineRow
+from echelon.recipe.limits import join_words
+from echelon.recipe.names import ENGINES, NATIVE, EngineRow
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe

@@ -8,7 +8,7 @@ from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ActivationCheckpointing, ParallelPlan
-from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import ENGINES
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe

@@ -20,8 +20,7 @@ from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.layout import MICRO_BATCH_TOKENS, find_replica
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.engines import NATIVE
-from echelon.recipe.names import OPTIMIZERS
+from echelon.recipe.names import NATIVE, OPTIMIZERS
 from echelon.recipe.synchronization import EVERY_STEP
 from echelon.recipe.training import ParallelConfig
 

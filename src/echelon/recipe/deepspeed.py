@@ -8,7 +8,8 @@ from pydantic import Field, WithJsonSchema
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_json
 from echelon.recipe.draft import Draft
-from echelon.recipe.section import Section, rule
+from echelon.recipe.limits import Case, Limit
+from echelon.recipe.section import Section
 
 DsConfig = Annotated[
     dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "type": "object"})
@@ -17,6 +18,16 @@ DsConfig = Annotated[
 
 class DeepspeedConfig(Section):
     """With `engine: deepspeed`: what DeepSpeed keeps in host memory, and a DeepSpeed config of your own."""
+
+    around = "deepspeed."
+    limits = (
+        Case(
+            "deepspeed.offload_optimizer",
+            (False,),
+            (Limit("deepspeed.offload_parameters", (False,), "lets the device step what the host would keep"),),
+            "use deepspeed.offload_optimizer=true",
+        ),
+    )
 
     offload_optimizer: bool = Field(
         False,
@@ -31,14 +42,6 @@ class DeepspeedConfig(Section):
         description="A DeepSpeed config: the path of its JSON file, whose content replaces the path when the recipe is "
         "read, or the content. Keys that the recipe sets must agree with it or be `auto`; see docs/engines.md.",
     )
-
-    @rule
-    def _parameters_follow_the_optimizer(self) -> None:
-        if self.offload_parameters and not self.offload_optimizer:
-            raise ValueError(
-                "deepspeed.offload_parameters=true with offload_optimizer=false: the host steps what it keeps; set "
-                "deepspeed.offload_optimizer=true too, or offload_parameters=false."
-            )
 
 
 def read_deepspeed(draft: Draft) -> None:

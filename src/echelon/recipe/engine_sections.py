@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from echelon.recipe.section import Count, Section, rule
+from echelon.recipe.limits import OnlyWith
+from echelon.recipe.section import Count, Section
 
 _REFUSED = {
     "parameter_server": "use sync.name=parameter_server with engine=native",
@@ -31,23 +32,19 @@ class HorovodConfig(Section):
 class TensorflowConfig(Section):
     """How TensorFlow distributes a step, with `engine: tensorflow`."""
 
+    around = "tensorflow."
+
     strategy: Annotated[Literal["mirrored", "multi_worker", "tpu"], BeforeValidator(_refuse)] = Field(
         "multi_worker",
         description="`multi_worker`: MultiWorkerMirroredStrategy, one worker in each process; a single process needs "
         "no strategy. `mirrored`: MirroredStrategy, `tensorflow.replicas` copies of the model in one process. `tpu`: "
         "TPUStrategy, never run on a TPU yet.",
     )
-    replicas: Count = Field(2, description="With `mirrored`: copies of the model, on as many logical CPU devices.")
-    tpu: str | None = Field(
-        None,
-        description="With `tpu`: its name, its grpc:// address, or `local` on its own machine, as TPUClusterResolver "
-        "takes it; null: what TPU_NAME says.",
+    replicas: Annotated[Count, OnlyWith("tensorflow.strategy", ("mirrored",))] = Field(
+        2, description="copies of the model, on as many logical CPU devices."
     )
-
-    @rule
-    def _has_its_strategy(self) -> None:
-        if self.tpu is not None and self.strategy != "tpu":
-            raise ValueError(
-                f"tensorflow.tpu={self.tpu} is for tensorflow.strategy=tpu, and the recipe has "
-                f"tensorflow.strategy={self.strategy}; change the strategy, or remove tensorflow.tpu."
-            )
+    tpu: Annotated[str | None, OnlyWith("tensorflow.strategy", ("tpu",))] = Field(
+        None,
+        description="its name, its grpc:// address, or `local` on its own machine, as TPUClusterResolver takes it; "
+        "null: what TPU_NAME says.",
+    )

@@ -9,9 +9,9 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import QUOTE_VARIABLE, find_cache_dir
 from echelon.recipe.draft import Draft
-from echelon.recipe.keys import KeyPath, dotted
+from echelon.recipe.keys import dotted
 from echelon.recipe.section import show_number
-from echelon.recipe.yaml_text import read_table, render_inline, show_value
+from echelon.recipe.yaml_text import KeyPath, read_table, render_inline, show_value
 
 Change = Callable[[Any], Mapping[str, Any] | None]
 Successor = str | Change

@@ -13,13 +13,13 @@ from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.former_keys import REPLACED, join_former, read_former, replace_former
-from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
+from echelon.recipe.keys import dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.names import DIALECTS
 from echelon.recipe.render import plain_value
 from echelon.recipe.section import expand_list
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
-from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, shorten
+from echelon.recipe.yaml_text import MAX_TEXT_BYTES, KeyPath, parse_yaml, shorten
 
 COMMAND_LINE = "command line"
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from echelon.recipe.engines import ENGINES
-from echelon.recipe.names import DIALECTS, OneOf, OptimizerName, Options, OwnName, check_has_options
+from echelon.recipe.limits import OWN, OnlyWith
+from echelon.recipe.names import DIALECTS, ENGINES, OneOf, OptimizerName, Options, OwnName
 from echelon.recipe.section import (
     Count,
     Every,
@@ -189,12 +189,16 @@ def _check_warmup(value: Any) -> Any:
 class OptimConfig(Section):
     """The optimizer and the schedule of its learning rate."""
 
+    around = "optim."
+
     name: OptimizerName = Field(
         "adamw",
         description="The optimizer. `muon` updates the matrices of the layers, AdamW the rest. `adamw_8bit` keeps "
         "moments in 8 bits. The learning rate of `adafactor` is relative to the magnitude of each parameter.",
     )
-    options: Options = Field(None, description="Arguments of an optimizer of your own, by their names.")
+    options: Annotated[Options, OnlyWith("optim.name", (OWN,))] = Field(
+        None, description="Arguments of an optimizer of your own, by their names."
+    )
     learning_rate: Positive = Field(description="Peak learning rate of the schedule.")
     learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
         default_factory=dict,
@@ -229,8 +233,12 @@ class OptimConfig(Section):
         description="The linear warm-up: a number of steps, or `1B tokens`, `2%` of the run's steps, `2% of tokens`. "
         "In tokens, the whole schedule advances with them; that differs with `train.batch_ramp`.",
     )
-    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Fraction of the run in which `wsd` decays.")
-    polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
+    decay_fraction: Annotated[Number, Field(gt=0, le=1), OnlyWith("optim.schedule", ("wsd",))] = Field(
+        0.2, description="fraction of the run in which the learning rate decays."
+    )
+    polynomial_power: Annotated[Positive, OnlyWith("optim.schedule", ("polynomial",))] = Field(
+        2.0, description="the exponent."
+    )
     min_learning_rate_fraction: Number = Field(
         0.1,
         ge=0,
@@ -239,23 +247,12 @@ class OptimConfig(Section):
     )
 
     @rule
-    def _options_are_taken(self) -> None:
-        check_has_options("optim.name", self.name, self.options)
-
-    @rule
     def _betas_below_one(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
 
     @rule
     def _schedule_has_what_it_needs(self) -> None:
-        for key, schedule in (("decay_fraction", "wsd"), ("polynomial_power", "polynomial")):
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if value != default and self.schedule != schedule:
-                raise ValueError(
-                    f"optim.{key}={value:g} needs optim.schedule={schedule}, but the schedule is {self.schedule}; "
-                    "remove one."
-                )
         if self.schedule == "inverse_sqrt" and not self.warms_up:
             raise ValueError("optim.schedule=inverse_sqrt needs a warm-up; set optim.warmup, for example to 2%.")
 

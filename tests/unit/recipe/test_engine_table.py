@@ -13,7 +13,8 @@ from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe, find_refused
-from echelon.recipe.engines import ENGINES, EngineRow, Limit
+from echelon.recipe.limits import Limit
+from echelon.recipe.names import ENGINES, EngineRow
 from echelon.run.lifecycle.model_checks import check_model
 from tests.docs.reference import replace_table
 from tests.unit.recipe_samples import SMALL, load_text
@@ -32,7 +33,7 @@ ROW = EngineRow(
 
 
 def refused_in(recipe):
-    return find_refused(recipe, recipe.engine)
+    return find_refused(recipe)
 
 
 def check_batch(recipe, plan):

@@ -9,10 +9,10 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import find_group
-from echelon.planner.fitting_values import join_words
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.recipe.limits import join_words
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:

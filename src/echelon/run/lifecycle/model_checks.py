@@ -23,9 +23,9 @@ from echelon.planner.model_shape import ModelShape, count_scores, with_scores
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.planner.teacher_size import list_uncounted
 from echelon.recipe.document import Recipe
-from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.inputs import AdapterConfig, TrainedTokenizerConfig
 from echelon.recipe.load import load_recipe
+from echelon.recipe.names import ENGINES, NATIVE
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
 from echelon.run.lifecycle.extension_checks import describe_extensions
