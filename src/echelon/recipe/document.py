@@ -12,11 +12,10 @@ from typing_extensions import override
 
 from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
-from echelon.recipe.deepspeed import DeepspeedConfig
-from echelon.recipe.engine_sections import HorovodConfig, TensorflowConfig
+from echelon.recipe.engine_sections import DeepspeedConfig, HorovodConfig, TensorflowConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.limits import Case, Limit, OnlyWith, find_limited
+from echelon.recipe.limits import Case, Limit, OnlyWith
 from echelon.recipe.names import ENGINES, NATIVE, OBJECTIVES, REWARD_MODEL, TRACKERS, ObjectiveRow, Tracker
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
@@ -28,6 +27,7 @@ from echelon.recipe.operation import (
     ProfileConfig,
     PrometheusConfig,
 )
+from echelon.recipe.refusals import find_limited
 from echelon.recipe.rollout import Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import OpenSection, PathOrName, name_or_mapping, read_epochs, rule
@@ -55,97 +55,63 @@ def _name_objectives(is_meant: Callable[[ObjectiveRow], bool]) -> tuple[str, ...
     return tuple(name for name, row in OBJECTIVES.items() if is_meant(row))
 
 
-_ANOTHER_LOOP = "trains by another loop than echelon's usual one, the only one"
+_UNUSUAL = "trains by another loop than echelon's usual one, the only one"
 _OTHER_LOOP = (
-    Limit("engine", (NATIVE,), f"{_ANOTHER_LOOP} that other engines run"),
-    Limit("sync.name", ("every_step",), f"{_ANOTHER_LOOP} with steps in which replicas agree"),
+    Limit("engine", (NATIVE,), f"{_UNUSUAL} that other engines run"),
+    Limit("sync.name", ("every_step",), f"{_UNUSUAL} with steps in which replicas agree"),
     Limit("fault.on_bad_step", ("stop", "skip"), "trains by a loop that echelon cannot rewind"),
     Limit("fault.spike_factor", (None,), "applies a step before it is recorded"),
 )
 _REFERENCE = (
     Limit("adapter.init", ("default",), "compares with the frozen weights as they were, which this start changes"),
-    Limit(
-        "adapter.modules_to_save",
-        ((),),
-        "needs the original weights, which this trains in place (rows of model.new_tokens are trained anyway)",
-    ),
-)
+    Limit("adapter.modules_to_save", ((),), "needs the original weights, which this trains in place (rows of "
+          "model.new_tokens are trained anyway)"),
+)  # fmt: skip
 _COPY = "use adapter.method=full, which keeps a copy"
+_NO_TEXT = "trains a model that only scores texts, and writes none"
 _LATER = "has not read all of the text at the start"
 LIMITS = (
     Case("train.loop", (), _OTHER_LOOP, "remove train.loop"),
     Case("objective.name", ("grpo",), _OTHER_LOOP),
-    Case("objective.on_policy_fraction", (), _OTHER_LOOP, "remove objective.on_policy_fraction"),
+    Case("objective.on_policy_fraction", (), (
+        *_OTHER_LOOP,
+        Limit("data.packing", ("auto", False), "needs the prompt of each answer, and so one answer in a sequence"),
+    ), "remove objective.on_policy_fraction"),
     Case("objective.name", _name_objectives(lambda row: row.needs_reference), _REFERENCE, _COPY),
     Case("objective.kl_weight", (), _REFERENCE, _COPY),
-    Case(
-        "objective.name",
-        _name_objectives(lambda row: row.answers == "pairs"),
-        (
-            Limit(
-                "data.document_mask",
-                ("auto", True),
-                "has both answers of a pair in one sequence, where they must not attend to each other",
-            ),
-        ),
-    ),
-    Case(
-        "objective.name",
-        _name_objectives(lambda row: row.head == "score"),
-        tuple(
-            Limit(key, (unset,), "trains a model that only scores texts, and writes none")
-            for key, unset in (("evaluate.prompts", ()), ("evaluate.tasks", ()), ("fault.verify_passes_every", None))
-        ),
-    ),
-    Case(
-        "objective.name",
-        _name_objectives(lambda row: row.answers == "judged"),
-        (Limit("data.packing", ("auto", False), "compares each answer with the prompt of the next sequence"),),
-    ),
-    Case(
-        "objective.name",
-        _name_objectives(lambda row: row.answers == "prompts"),
-        tuple(Limit(key, (None,), "makes its batches of answers") for key in ("train.batch_ramp", "data.source")),
-    ),
-    Case(
-        "objective.on_policy_fraction",
-        (),
-        (Limit("data.packing", ("auto", False), "needs the prompt of each answer, and so one answer in a sequence"),),
-        "remove objective.on_policy_fraction",
-    ),
-    Case(
-        "rollout.sampler",
-        (),
-        (
-            Limit("rollout.environment", (None,), "gives answers of one turn"),
-            Limit("rollout.top_p", (1.0,), "draws from all tokens"),
-            Limit("rollout.top_k", (0,), "draws from all tokens"),
-            Limit("adapter.method", ("full",), "has no adapter"),
-            Limit("engine", (NATIVE,), "takes the weights of the native engine"),
-        ),
-        "use rollout.sampler=native",
-    ),
-    Case(
-        "sync.name",
-        (QUORUM,),
-        (Limit("checkpoint.snapshot_every_steps", (None,), "has what a snapshot would hold in the other replicas"),),
-    ),
+    Case("objective.name", _name_objectives(lambda row: row.answers == "pairs"), (
+        Limit("data.document_mask", ("auto", True), "has both answers of a pair in one sequence, where they must not "
+              "attend to each other"),
+    )),
+    Case("objective.name", _name_objectives(lambda row: row.head == "score"), (
+        Limit("evaluate.prompts", ((),), _NO_TEXT),
+        Limit("evaluate.tasks", ((),), _NO_TEXT),
+        Limit("fault.verify_passes_every", (None,), _NO_TEXT),
+    )),
+    Case("objective.name", _name_objectives(lambda row: row.answers == "judged"), (
+        Limit("data.packing", ("auto", False), "compares each answer with the prompt of the next sequence"),
+    )),
+    Case("objective.name", _name_objectives(lambda row: row.answers == "prompts"), (
+        Limit("train.batch_ramp", (None,), "makes its batches of answers"),
+        Limit("data.source", (None,), "makes its batches of answers"),
+    )),
+    Case("rollout.sampler", (), (
+        Limit("rollout.environment", (None,), "gives answers of one turn"),
+        Limit("rollout.top_p", (1.0,), "draws from all tokens"),
+        Limit("rollout.top_k", (0,), "draws from all tokens"),
+        Limit("adapter.method", ("full",), "has no adapter"),
+        Limit("engine", (NATIVE,), "takes the weights of the native engine"),
+    ), "use rollout.sampler=native"),
+    Case("sync.name", (QUORUM,), (
+        Limit("checkpoint.snapshot_every_steps", (None,), "has what a snapshot would hold in the other replicas"),
+    )),
     Case("sync.name", KEPT, (Limit("fault.on_lost_process", ("restart",), "goes on without a lost process"),)),
-    Case(
-        "data.stream",
-        (),
-        (
-            Limit("objective.top_k", (None,), f"{_LATER}, and a teacher's predictions are prepared for all of it"),
-            Limit(
-                "tokenizer.train",
-                (None,),
-                f"{_LATER}, from which a tokenizer is trained: name one, for example one that `echelon data --prepare` "
-                "has trained on a part of it",
-            ),
-        ),
-        "remove data.stream",
-    ),
-)
+    Case("data.stream", (), (
+        Limit("objective.top_k", (None,), f"{_LATER}, and a teacher's predictions are prepared for all of it"),
+        Limit("tokenizer.train", (None,), f"{_LATER}, from which a tokenizer is trained: name one, for example one "
+              "that `echelon data --prepare` has trained on a part of it"),
+    ), "remove data.stream"),
+)  # fmt: skip
 """Which values of keys do not go together, across sections; `Section.limits` has those within one."""
 
 

@@ -1,10 +1,10 @@
-"""The sections `horovod` and `tensorflow`, of the engines of these names."""
+"""The sections `deepspeed`, `horovod` and `tensorflow`, of the engines of these names."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from echelon.recipe.limits import OnlyWith
+from echelon.recipe.limits import Case, Limit, OnlyWith
 from echelon.recipe.section import Count, Section
 
 _REFUSED = {
@@ -17,6 +17,36 @@ def _refuse(strategy: Any) -> Any:
     if isinstance(strategy, str) and strategy in _REFUSED:
         raise ValueError(f"tensorflow.strategy={strategy} is not a strategy of echelon: {_REFUSED[strategy]}.")
     return strategy
+
+
+DsConfig = Annotated[
+    dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "type": "object"})
+]
+
+
+class DeepspeedConfig(Section):
+    """With `engine: deepspeed`: what DeepSpeed keeps in host memory, and a DeepSpeed config of your own."""
+
+    around = "deepspeed."
+    limits = (
+        Case("deepspeed.offload_optimizer", (False,), (
+            Limit("deepspeed.offload_parameters", (False,), "lets the device step what the host would keep"),
+        ), "use deepspeed.offload_optimizer=true"),
+    )  # fmt: skip
+
+    offload_optimizer: bool = Field(
+        False,
+        description="Keep the master weights and the optimizer state in host memory, where the host steps them.",
+    )
+    offload_parameters: bool = Field(
+        False,
+        description="Also keep the parameters in host memory. Needs `offload_optimizer` and `parallel: fsdp`.",
+    )
+    config: DsConfig = Field(
+        default_factory=dict,
+        description="A DeepSpeed config: the path of its JSON file, whose content replaces the path when the recipe is "
+        "read, or the content. Keys that the recipe sets must agree with it or be `auto`; see docs/engines.md.",
+    )
 
 
 class HorovodConfig(Section):

@@ -136,24 +136,16 @@ class AdapterConfig(Section):
 
     around = "adapter."
     limits = (
-        Case(
-            "adapter.target_parameters",
-            (),
-            (
-                Limit("adapter.method", ("lora", "qlora"), _NO_ADAPTER),
-                Limit("adapter.dropout", (0.0,), _NO_ADAPTER),
-                Limit("adapter.init", ("default",), _NO_ADAPTER),
-                Limit("adapter.quantize_experts", (False,), f"{_NO_ADAPTER} in 4 bits"),
-            ),
-            "remove adapter.target_parameters",
-        ),
-        Case(
-            "adapter.method",
-            ("qlora", "dora"),
-            (Limit("adapter.init", ("default",), "does not allow this start, which changes the frozen weights"),),
-            "use adapter.method=lora",
-        ),
-    )
+        Case("adapter.target_parameters", (), (
+            Limit("adapter.method", ("lora", "qlora"), _NO_ADAPTER),
+            Limit("adapter.dropout", (0.0,), _NO_ADAPTER),
+            Limit("adapter.init", ("default",), _NO_ADAPTER),
+            Limit("adapter.quantize_experts", (False,), f"{_NO_ADAPTER} in 4 bits"),
+        ), "remove adapter.target_parameters"),
+        Case("adapter.method", ("qlora", "dora"), (
+            Limit("adapter.init", ("default",), "does not allow this start, which changes the frozen weights"),
+        ), "use adapter.method=lora"),
+    )  # fmt: skip
 
     method: Literal["full", "lora", "qlora", "dora"] = Field(
         "full",
@@ -289,7 +281,7 @@ class StreamConfig(Section):
     )
 
 
-_WHOLE = "would have to read all of the text first to {}"
+_WHOLE = "would have to read all of the text first to"
 
 
 class DataConfig(Section):
@@ -297,21 +289,12 @@ class DataConfig(Section):
 
     around = "data."
     limits = (
-        Case(
-            "data.stream",
-            (),
-            (
-                Limit(
-                    "data.validation_fraction",
-                    (None, 0),
-                    _WHOLE.format("hold out a part") + ": name files in data.validation",
-                ),
-                Limit("data.deduplicate", (False,), _WHOLE.format("find copies")),
-                Limit("data.source", (None,), "reads the batches itself"),
-            ),
-            "remove data.stream",
-        ),
-    )
+        Case("data.stream", (), (
+            Limit("data.validation_fraction", (None, 0), f"{_WHOLE} hold out a part: name files in data.validation"),
+            Limit("data.deduplicate", (False,), f"{_WHOLE} find copies"),
+            Limit("data.source", (None,), "reads the batches itself"),
+        ), "remove data.stream"),
+    )  # fmt: skip
 
     train: Sources = Field(min_length=1, description="Training data. `train: some/path` is a shorthand for one source.")
     validation: Sources = Field((), description="Validation data. Default: held out of the training data.")

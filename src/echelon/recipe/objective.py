@@ -33,13 +33,10 @@ class ObjectiveConfig(Section):
             for name, row in OBJECTIVES.items()
             if row.losses
         ),
-        Case(
-            "objective.on_policy_fraction",
-            (),
-            (Limit("objective.top_k", (None,), "trains on new answers, which no teacher has scored in advance"),),
-            "remove objective.on_policy_fraction",
-        ),
-    )
+        Case("objective.on_policy_fraction", (), (
+            Limit("objective.top_k", (None,), "trains on new answers, which no teacher has scored in advance"),
+        ), "remove objective.on_policy_fraction"),
+    )  # fmt: skip
 
     name: ObjectiveName = Field(
         "causal_lm",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial, wraps
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import override
 
 from echelon.ground.plugins import Plugins
-from echelon.recipe.limits import Case, find_limited, find_useless, list_marks
+from echelon.recipe.limits import Case, OnlyWith
 
 PathOrText = TypeVar("PathOrText", Path, str)
 
@@ -54,13 +54,11 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:
+        from echelon.recipe.refusals import find_limited, find_useless
+
         inner = [part for part in self.__dict__.values() if isinstance(part, Section)]
-        faults = chain(
-            find_useless(self, self.around),
-            *(find_useless(part, part.around, self) for part in inner),
-            find_limited(self, self.limits, self.around),
-        )
-        if (message := next(faults, None)) is not None:
+        useless = (find_useless(self, self.around), *(find_useless(part, part.around, self) for part in inner))
+        for message in chain(*useless, find_limited(self, self.limits, self.around)):
             raise ValueError(message)
         return self
 
@@ -69,10 +67,10 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
         keys = handler.resolve_ref_schema(schema)["properties"]
-        for name, marks in groupby(list_marks(cls), lambda mark: mark[0]):
-            needs = [words for _, only in marks if (words := only.describe(cls.around))]
-            if needs:
-                keys[name]["description"] = f"With {' and '.join(needs)}: {keys[name]['description']}"
+        for name, field in cls.model_fields.items():
+            needs = [only.describe(cls.around) for only in field.metadata if isinstance(only, OnlyWith)]
+            if any(needs):
+                keys[name]["description"] = f"With {' and '.join(needs)}: {field.description}"
         return schema
 
 

@@ -17,10 +17,10 @@ EVERY_STEP, QUORUM, PARAMETER_SERVER = "every_step", "quorum", "parameter_server
 APART = ("local_sgd", "diloco")
 KEPT = (QUORUM, PARAMETER_SERVER)
 """Those under which a process may be lost while the others train on."""
-_ROUNDED: tuple[CompressMethod, ...] = ("none", "bf16", "int8")
 _METHODS: dict[str, tuple[CompressMethod, ...]] = {
     EVERY_STEP: ("none", "bf16", "fp16", "powersgd", "topk", "randomk", "sign"),
-    **dict.fromkeys(APART, _ROUNDED),
+    "local_sgd": ("none", "bf16", "int8"),
+    "diloco": ("none", "bf16", "int8"),
     QUORUM: ("none",),
     PARAMETER_SERVER: ("none", "bf16", "fp16", "int8", "topk"),
 }
@@ -62,13 +62,10 @@ class SyncConfig(Section):
             Case("sync.name", (name,), (Limit("sync.compress.method", methods, "does not send in this form"),))
             for name, methods in _METHODS.items()
         ),
-        Case(
-            "sync.max_staleness",
-            (),
-            (Limit("sync.aggregate", ("weighted",), "applies the gradient of each process alone"),),
-            "use sync.max_staleness=0",
-        ),
-    )
+        Case("sync.max_staleness", (), (
+            Limit("sync.aggregate", ("weighted",), "applies the gradient of each process alone"),
+        ), "use sync.max_staleness=0"),
+    )  # fmt: skip
 
     name: SynchronizerName = Field(
         EVERY_STEP,
@@ -83,16 +80,14 @@ class SyncConfig(Section):
         description="the replicas; they divide the processes. Default: 2.",
     )
     every: Annotated[Count, _APART] = Field(
-        default_factory=_default(1, local_sgd=30, diloco=30),
-        description="steps between synchronizations. Default: 30.",
+        default_factory=_default(1, local_sgd=30, diloco=30), description="steps between synchronizations. Default: 30."
     )
     outer_learning_rate: Annotated[Positive, _APART] = Field(
         default_factory=_default(1.0, diloco=0.7),
         description="learning rate of the outer optimizer. Default: 0.7 for `diloco`, otherwise 1.",
     )
     outer_momentum: Annotated[Number, Field(ge=0, lt=1), OnlyWith("sync.name", ("diloco", OWN))] = Field(
-        default_factory=_default(0.0, diloco=0.9),
-        description="Nesterov momentum of the outer optimizer. Default: 0.9.",
+        default_factory=_default(0.0, diloco=0.9), description="Nesterov momentum of the outer optimizer. Default: 0.9."
     )
     overlap: Annotated[Flag, _APART] = Field(
         False, description="outer gradients are sent during the next step, and applied one step late."
