@@ -11,7 +11,7 @@ from echelon.ground.stored import read_json, read_text
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.former_keys import REPLACED, join_former, read_former, replace_former
+from echelon.recipe.former_keys import REPLACED, join_former, read_former, refuse_both, replace_former
 from echelon.recipe.keys import dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.names import DIALECTS
@@ -62,6 +62,7 @@ def parse_recipe(
 
 
 def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, list[str]]:
+    refuse_both(draft)
     notes = replace_former(draft) + apply_aliases(draft)
     _write_sources_out(draft)
     for path, value in _read_overrides(overrides, origin):
@@ -182,7 +183,7 @@ def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> lis
 
 def _alternatives(path: KeyPath) -> list[KeyPath]:
     groups = [group for group in EXCLUSIVE_KEYS if path[:2] in group]
-    earlier: list[KeyPath] = [(path[0], name) for name in REPLACED.get(dotted(path[:2]), ())]
+    earlier: list[KeyPath] = [tuple(old.split(".")) for old, new in REPLACED.items() if new == dotted(path)]
     return [other for group in groups for other in group if other != path[:2]] + earlier
 
 

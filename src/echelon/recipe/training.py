@@ -262,6 +262,11 @@ class OptimConfig(Section):
         return self.warmup_of(100) > 0
 
     @property
+    def warms_up_by_share(self) -> bool:
+        """Whether the warm-up is a share of the run."""
+        return "%" in str(self.warmup)
+
+    @property
     def schedule_unit(self) -> Literal["steps", "tokens"]:
         """The unit in which the schedule advances."""
         return "tokens" if str(self.warmup).endswith("tokens") else "steps"
@@ -269,7 +274,7 @@ class OptimConfig(Section):
     def warmup_of(self, total: int) -> int:
         """The length of the warm-up in a run of `total` steps, or tokens; a share of it is rounded up."""
         number, _ = read_amount(self.warmup)
-        return math.ceil(number * total / 100) if "%" in str(self.warmup) else int(number)
+        return math.ceil(number * total / 100) if self.warms_up_by_share else int(number)
 
 
 def _default_betas(name: str | None) -> tuple[float, float]:
