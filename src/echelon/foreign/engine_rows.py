@@ -70,5 +70,5 @@ TENSORFLOW = EngineRow(
     ),
     purpose="people with a TensorFlow stack: its mirrored strategies, of a Llama on CPUs",
     instead="parallel: ddp",
-    check="echelon.planner.tensorflow_limits:check_tensorflow",
+    check="echelon.planner.engine_limits:check_tensorflow",
 )

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import choose_switches, name_layout, name_strategy
 from echelon.planner.axes.table import AXES
-from echelon.planner.fitting_values import nearest
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import AXIS_ORDER, ParallelPlan
 from echelon.recipe.limits import join_words
 from echelon.recipe.training import AxisName, ParallelConfig

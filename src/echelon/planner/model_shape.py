@@ -226,3 +226,9 @@ def divisors(number: int) -> list[int]:
     """The divisors of a number, smallest first."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
+
+
+def nearest(values: list[int], target: int, each_side: int = 2) -> list[int]:
+    """The values closest to a target on both sides, including the target if it is among them, sorted."""
+    below, above = [v for v in values if v <= target], [v for v in values if v > target]
+    return below[-each_side:] + above[:each_side]

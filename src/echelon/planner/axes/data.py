@@ -10,10 +10,9 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import CommunicationGroup, find_group
-from echelon.planner.fitting_values import nearest
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layer_time import LayerTime, Step
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import AXIS_ORDER, DTYPE_BYTES, SHARDING, ParallelPlan, ReduceGradients, SyncPlan
 from echelon.planner.replica_costs import count_served_bytes, find_sent_share
 from echelon.recipe.limits import join_words

@@ -13,10 +13,9 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.axis import Axis, Choices, Sender, ring_share
 from echelon.planner.collectives import find_group
-from echelon.planner.fitting_values import nearest
 from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.layer_time import LayerTime, Step
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import DTYPE_BYTES, SHARDING, ParallelPlan
 from echelon.recipe.limits import join_words
 from echelon.recipe.training import ParallelConfig

@@ -22,9 +22,8 @@ from echelon.planner.axes.pipeline_schedule import (
     waiting_share,
 )
 from echelon.planner.collectives import find_group
-from echelon.planner.fitting_values import nearest
 from echelon.planner.layer_time import LayerTime, Step
-from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import AdapterPlan, ParallelPlan
 from echelon.recipe.limits import join_words
 from echelon.recipe.training import ParallelConfig, PipelineSchedule
