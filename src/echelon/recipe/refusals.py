@@ -71,8 +71,9 @@ def _is_set(section: BaseModel, key: str) -> bool:
     around, _, name = key.rpartition(".")
     inner = attrgetter(around)(section) if around else section
     field = type(inner).model_fields[name]
+    value = getattr(inner, name)
     default = field.get_default(call_default_factory=True, validated_data=inner.__dict__)
-    return getattr(inner, name) not in (default, {})
+    return not (value == default or (default is None and (value is False or value == {})))
 
 
 def _holds(section: BaseModel, key: str, values: tuple[Any, ...]) -> bool:

@@ -288,6 +288,8 @@ def _default_momentum(name: str | None) -> float:
 class ParallelConfig(Section):
     """Degrees of parallelism, if a name is not enough. Their product is the number of processes."""
 
+    around = "parallel."
+
     dp_replicate: Count | Literal["auto"] | None = Field(
         None,
         description="Replicas of the model; `auto`: all remaining processes, as without any `dp_` key.",
@@ -312,21 +314,22 @@ class ParallelConfig(Section):
         None,
         description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order.",
     )
-    sequence_parallel: Flag | None = Field(
-        None,
-        description="With `tp`: norms and residuals are divided along the sequence among its processes. Absent: false.",
+    sequence_parallel: Annotated[Flag | None, OnlyWith("parallel.tp")] = Field(
+        None, description="norms and residuals are divided along the sequence among its processes. Absent: false."
     )
-    cp_method: CpMethod | None = Field(
+    cp_method: Annotated[CpMethod | None, OnlyWith("parallel.cp")] = Field(
         None,
-        description="With `cp`: `allgather` gathers keys and values, `ulysses` exchanges heads for positions, `ring` "
+        description="`allgather` gathers keys and values, `ulysses` exchanges heads for positions, `ring` "
         "sends keys and values around while it attends to them. Absent: `allgather`.",
     )
-    schedule: PipelineSchedule | None = Field(None, description="With `pp`: the pipeline schedule. Absent: `1f1b`.")
-    stages: tuple[Count, ...] | None = Field(
-        None, description="With `pp`: the decoder layers of each stage. Absent: stages of about equal cost."
+    schedule: Annotated[PipelineSchedule | None, OnlyWith("parallel.pp")] = Field(
+        None, description="the pipeline schedule. Absent: `1f1b`."
     )
-    microbatches: Count | None = Field(
-        None, description="With `pp`: microbatches of a step, in place of `train.micro_batch_size`."
+    stages: Annotated[tuple[Count, ...] | None, OnlyWith("parallel.pp")] = Field(
+        None, description="the decoder layers of each stage. Absent: stages of about equal cost."
+    )
+    microbatches: Annotated[Count | None, OnlyWith("parallel.pp")] = Field(
+        None, description="microbatches of a step, in place of `train.micro_batch_size`."
     )
     order: tuple[AxisName, ...] | None = Field(
         None, description="Order of the axes, outermost first. Absent: `[pp, dp_replicate, dp_shard, cp, tp]`."
