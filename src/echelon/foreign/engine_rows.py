@@ -1,6 +1,6 @@
 """The engines of echelon: the rows that its entry points of the group `echelon.engines` name. Imports no engine."""
 
-from echelon.recipe.limits import OWN, Limit
+from echelon.recipe.key_limits import OWN, Limit
 from echelon.recipe.names import EngineRow
 
 _WHOLE_COPIES = (

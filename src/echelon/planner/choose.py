@@ -45,7 +45,7 @@ from echelon.planner.sampled_answers import add_rollout, describe_rollout
 from echelon.planner.search_space import list_divided, list_micro_batches, weighed_axes
 from echelon.planner.teacher_size import count_reward_models, count_teacher
 from echelon.planner.time import estimate_time
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.names import OBJECTIVES
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.names import ENGINES, NATIVE, EngineRow
 
 if TYPE_CHECKING:

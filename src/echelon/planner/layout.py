@@ -13,7 +13,7 @@ from echelon.planner.axes.table import AXES
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import AXIS_ORDER, ParallelPlan
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.training import AxisName, ParallelConfig
 
 if TYPE_CHECKING:

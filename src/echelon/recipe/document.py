@@ -14,8 +14,8 @@ from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.engine_sections import DeepspeedConfig, HorovodConfig, TensorflowConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
+from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.limits import Case, Limit, OnlyWith
 from echelon.recipe.names import ENGINES, NATIVE, OBJECTIVES, REWARD_MODEL, TRACKERS, ObjectiveRow, Tracker
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (

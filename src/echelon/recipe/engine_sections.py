@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from echelon.recipe.limits import Case, Limit, OnlyWith
+from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.section import Count, Section
 
 _REFUSED = {

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from echelon.recipe.data_formats import check_fields
-from echelon.recipe.limits import Case, Limit, OnlyWith
+from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.names import FormatName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     MAX_NAME,

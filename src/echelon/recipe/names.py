@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from echelon.ground.extensions import EXTENSION, is_extension
 from echelon.ground.plugins import Plugins
 from echelon.recipe.data_formats import RECORD_FORMATS
-from echelon.recipe.limits import Limit, join_words
+from echelon.recipe.key_limits import Limit, join_words
 from echelon.recipe.section import Section
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from echelon.recipe.limits import OWN, Case, Limit, OnlyWith, join_words
+from echelon.recipe.key_limits import OWN, Case, Limit, OnlyWith, join_words
 from echelon.recipe.names import OBJECTIVES, ObjectiveName, ObjectiveRow, Options
 from echelon.recipe.section import Count, Flag, Number, PathOrName, Positive, PositiveOrZero, Section, distinct, rule
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from echelon.recipe.limits import OnlyWith
+from echelon.recipe.key_limits import OnlyWith
 from echelon.recipe.section import (
     Count,
     CountOrZero,

@@ -1,4 +1,4 @@
-"""Finds keys of a section that do not go together, as `limits.py` declares, with a message for each."""
+"""Finds keys of a section that do not go together, as `key_limits.py` declares, with a message for each."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from echelon.ground.extensions import EXTENSION
 from echelon.ground.redaction import redact
-from echelon.recipe.limits import OWN, Case, Limit, OnlyWith, join_words
+from echelon.recipe.key_limits import OWN, Case, Limit, OnlyWith, join_words
 from echelon.recipe.yaml_text import show_value
 
 

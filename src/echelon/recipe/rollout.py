@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from echelon.recipe.limits import OnlyWith
+from echelon.recipe.key_limits import OnlyWith
 from echelon.recipe.names import REWARD_MODEL, EnvironmentName, Options, RewardName, SamplerName
 from echelon.recipe.section import Count, CountOrZero, Number, Positive, Section, expand_list, expand_name
 

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import override
 
 from echelon.ground.plugins import Plugins
-from echelon.recipe.limits import Case, OnlyWith
+from echelon.recipe.key_limits import Case, OnlyWith
 
 PathOrText = TypeVar("PathOrText", Path, str)
 

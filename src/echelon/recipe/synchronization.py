@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from echelon.recipe.limits import OWN, Case, Limit, OnlyWith
+from echelon.recipe.key_limits import OWN, Case, Limit, OnlyWith
 from echelon.recipe.names import Options, SynchronizerName
 from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, Section, rule
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from echelon.recipe.limits import OWN, OnlyWith
+from echelon.recipe.key_limits import OWN, OnlyWith
 from echelon.recipe.names import DIALECTS, ENGINES, OneOf, OptimizerName, Options, OwnName
 from echelon.recipe.section import (
     Count,

@@ -12,7 +12,7 @@ from echelon.planner.collectives import find_group
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import AXIS_ORDER, DTYPE_BYTES, SHARDING, ParallelPlan, ReduceGradients, SyncPlan
 from echelon.planner.replica_costs import count_served_bytes, find_sent_share
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.recipe.training import ParallelConfig
 

@@ -17,7 +17,7 @@ from echelon.planner.hardware.accelerators import DeviceKind
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import DTYPE_BYTES, SHARDING, ParallelPlan
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from echelon.planner.collectives import find_group
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import ModelShape, divisors, nearest
 from echelon.planner.plan import AdapterPlan, ParallelPlan
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.training import ParallelConfig, PipelineSchedule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from echelon.planner.collectives import find_group
 from echelon.planner.layer_time import LayerTime, Step
 from echelon.planner.model_shape import PACKED_MATRICES, SCORE_HEAD, ModelShape, divisors, nearest
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.limits import join_words
+from echelon.recipe.key_limits import join_words
 from echelon.recipe.training import ParallelConfig
 
 if TYPE_CHECKING:
