@@ -14,7 +14,7 @@ from echelon.recipe.yaml_text import show_value
 
 
 @cache
-def list_marks(section: type[BaseModel]) -> tuple[tuple[str, OnlyWith], ...]:
+def _list_marks(section: type[BaseModel]) -> tuple[tuple[str, OnlyWith], ...]:
     """The marked keys of a section, each with its mark; a key may have several."""
     fields = section.model_fields.items()
     return tuple((name, part) for name, field in fields for part in field.metadata if isinstance(part, OnlyWith))
@@ -26,7 +26,7 @@ def find_useless(section: BaseModel, around: str, recipe: BaseModel | None = Non
     Without `recipe`, because of other keys of the section; with it, because of keys of other sections.
     """
     whole, start = (section, around) if recipe is None else (recipe, "")
-    for name, only in list_marks(type(section)):
+    for name, only in _list_marks(type(section)):
         if only.key.startswith(around) == (recipe is None) and _is_set(section, name):
             key = only.key.removeprefix(start)
             if not _holds(whole, key, only.values) and not (only.also and _is_set(whole, only.also)):
