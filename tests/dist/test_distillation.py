@@ -339,15 +339,15 @@ def test_a_killed_run_equals_an_uninterrupted_one(answers, nproc):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["rollout.group_size=4"], "rollout.group_size has no effect with objective.name=distill"),
-        (["reward=exact"], "reward has no effect with objective.name=distill; set objective.name=grpo, or remove"),
-        (["objective.on_policy_fraction=0"], "rollout has no effect with objective.name=distill; set objective.name=g"),
+        (["rollout.group_size=4"], "rollout.group_size=4 has no effect with objective.name=distill"),
+        (["reward=exact"], "reward has no effect with objective.name=distill; set objective.name: grpo, or rem"),
+        (["objective.on_policy_fraction=0"], "=distill; set objective.name: grpo, or objective.on_policy_f"),
         (
             ["rollout.max_new_tokens=31"],
             "rollout.max_new_tokens=31 leaves no room for a prompt in data.sequence_len=32",
         ),
-        (["data.packing=true"], "data.packing=true puts several answers into a sequence"),
-        (["sync.name=local_sgd"], "sync.name=local_sgd does not go with objective.name=distill"),
+        (["data.packing=true"], "needs the prompt of each answer, and so one answer in a sequence"),
+        (["sync.name=local_sgd"], "sync.name=local_sgd: objective.on_policy_fraction="),
     ],
 )
 def test_what_cannot_sample_is_refused(echelon, answers, settings, message):

@@ -136,11 +136,11 @@ def test_a_stopped_loop_saves_and_resumes(folder):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("sync={name: quorum}", "sync.name=quorum does not go with train.loop=loops:smallest: "),
-        ("sync={name: parameter_server}", "sync.name=parameter_server does not go with train.loop=loops:smallest: "),
-        ("engine=horovod", "engine=horovod does not go with train.loop=loops:smallest: "),
-        ("fault.on_bad_step=rollback", "set fault.on_bad_step=stop or skip, or remove train.loop=loops:smallest"),
-        ("fault.spike_factor=10", "set fault.spike_factor=null, or remove train.loop=loops:smallest"),
+        ("sync={name: quorum}", "sync.name=quorum: train.loop=loops:smallest trains by another loop"),
+        ("sync={name: parameter_server}", "sync.name=parameter_server: train.loop=loops:smallest trains by another"),
+        ("engine=horovod", "engine=horovod: train.loop=loops:smallest trains by another loop"),
+        ("fault.on_bad_step=rollback", "use fault.on_bad_step=stop or skip, or remove train.loop"),
+        ("fault.spike_factor=10", "remove fault.spike_factor, or remove train.loop"),
         ("train.loop=loops:absent", "train.loop=loops:absent: the module loops has no absent; correct the name."),
         ("train.loop=absent:loop", "train.loop=absent:loop: absent cannot be imported on this machine"),
         ("train.loop=loops:alone", "it must be a function of (learner, run), but it is alone(learner)"),

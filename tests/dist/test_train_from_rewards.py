@@ -329,16 +329,16 @@ def test_a_reward_that_is_not_there_is_refused(folder):
             ["rollout.max_new_tokens=15"],
             "rollout.max_new_tokens=15 leaves no room for a prompt in data.sequence_len=",
         ),
-        (["objective.name=causal_lm"], "rollout has no effect with objective.name=causal_lm"),
-        (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name=dpo"),
-        (["sync.name=local_sgd"], "sync.name=local_sgd does not go with objective.name=grpo"),
+        (["objective.name=causal_lm"], "has no effect with objective.name=causal_lm; set objective.name: grpo, or rem"),
+        (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name: dpo"),
+        (["sync.name=local_sgd"], "sync.name=local_sgd: objective.name=grpo trains by another loop"),
         (
             ["rollout.sampler=transformers", "rollout.top_k=5"],
-            "rollout.top_k=5 does not go with rollout.sampler=transformers: it draws from all tokens",
+            "rollout.top_k=5: rollout.sampler=transformers draws from all tokens; use rollout.top_k=0",
         ),
         (
             ["rollout.sampler=transformers", "adapter.method=lora"],
-            "adapter.method=lora does not go with rollout.sampler=transformers: it has no adapter",
+            "adapter.method=lora: rollout.sampler=transformers has no adapter",
         ),
     ],
 )

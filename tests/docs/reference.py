@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
-from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import ENGINES
 from echelon.recipe.render import recipe_json_schema
 from echelon.recipe.yaml_text import show_value
 

@@ -18,8 +18,8 @@ from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.engines import NonFinite, Rehearsal
 from echelon.learn.objectives.objective import StepSums
 from echelon.learn.sync.every_step import EveryStep
-from echelon.recipe.engines import ENGINES, EngineRow
 from echelon.recipe.load import load_recipe
+from echelon.recipe.names import ENGINES, EngineRow
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.rank_run import run_training
 from echelon.run.training.callbacks import Callback

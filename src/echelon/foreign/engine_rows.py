@@ -1,6 +1,7 @@
 """The engines of echelon: the rows that its entry points of the group `echelon.engines` name. Imports no engine."""
 
-from echelon.recipe.engines import OWN, EngineRow, Limit
+from echelon.recipe.key_limits import OWN, Limit
+from echelon.recipe.names import EngineRow
 
 _WHOLE_COPIES = (
     Limit("sync.name", ("every_step",), "sums the gradients of all processes in every step"),
@@ -69,5 +70,5 @@ TENSORFLOW = EngineRow(
     ),
     purpose="people with a TensorFlow stack: its mirrored strategies, of a Llama on CPUs",
     instead="parallel: ddp",
-    check="echelon.planner.tensorflow_limits:check_tensorflow",
+    check="echelon.planner.engine_limits:check_tensorflow",
 )

@@ -44,10 +44,9 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan_fields import choose_precision
 from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe.document import Recipe
-from echelon.recipe.engines import NATIVE
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.messages import read_fault
-from echelon.recipe.names import LAUNCHERS
+from echelon.recipe.names import LAUNCHERS, NATIVE
 from echelon.recipe.render import find_secret_keys, plain_value, recipe_mapping
 from echelon.recipe.yaml_text import show_value
 from echelon.run.folder.cost import check_budget, describe_cost, find_price_at_target

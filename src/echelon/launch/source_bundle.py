@@ -11,7 +11,7 @@ from pathlib import Path
 from echelon.ground.extras import EXTRAS
 from echelon.ground.plugins import read_own
 from echelon.recipe.document import Recipe
-from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import ENGINES
 
 PACKAGE = Path(__file__).parents[1]
 DISTRIBUTION = "echelon"

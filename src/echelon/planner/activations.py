@@ -16,7 +16,7 @@ from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ActivationCheckpointing, ParallelPlan
 from echelon.planner.rates import attends_in_blocks, keeps_scores
-from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import ENGINES
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe

@@ -22,8 +22,7 @@ from echelon.planner.families import FAMILIES
 from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AXIS_ORDER, ParallelPlan
-from echelon.recipe.engines import NATIVE
-from echelon.recipe.names import OPTIMIZERS
+from echelon.recipe.names import NATIVE, OPTIMIZERS
 from echelon.recipe.synchronization import EVERY_STEP
 from echelon.recipe.training import AxisName, ParallelConfig
 

@@ -19,8 +19,7 @@ from echelon.planner.model_shape import FUNCTION_LOGITS, TEACHER_LOGITS, ModelSh
 from echelon.planner.plan import DTYPE_BYTES, LossKind, ParallelPlan, RolloutPlan
 from echelon.planner.rates import keeps_scores
 from echelon.planner.replica_costs import agreement_bytes, saved_bytes
-from echelon.recipe.engines import NATIVE
-from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
+from echelon.recipe.names import NATIVE, OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.recipe.synchronization import QUORUM
 
 if TYPE_CHECKING:

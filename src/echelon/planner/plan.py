@@ -10,8 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, with_config
 
 from echelon.ground.errors import PlanError
 from echelon.ground.stored import read_as, validator_of
-from echelon.recipe.engines import NATIVE
-from echelon.recipe.names import OptimizerName, SynchronizerName
+from echelon.recipe.names import NATIVE, OptimizerName, SynchronizerName
 from echelon.recipe.synchronization import EVERY_STEP, Aggregate, CompressMethod, SyncConfig
 from echelon.recipe.training import AxisName, CpMethod, Float8Scaling, PipelineSchedule
 

@@ -19,8 +19,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import LossKind, Precision, Rounding
 from echelon.planner.shape import build_shape
 from echelon.recipe.data_formats import RECORD_FORMATS, masks_documents
-from echelon.recipe.engines import ENGINES
-from echelon.recipe.names import OBJECTIVES
+from echelon.recipe.names import ENGINES, OBJECTIVES
 from echelon.recipe.training import Float8Scaling
 
 if TYPE_CHECKING:

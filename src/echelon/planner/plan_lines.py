@@ -2,7 +2,7 @@
 
 from echelon.ground.sizes import count_noun
 from echelon.planner.plan import AdapterPlan, ParallelPlan, SyncPlan
-from echelon.recipe.engines import NATIVE
+from echelon.recipe.names import NATIVE
 from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
 
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"

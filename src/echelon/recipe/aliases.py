@@ -11,8 +11,8 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.keys import KeyPath, dotted, recipe_keys
-from echelon.recipe.yaml_text import read_table, show_value
+from echelon.recipe.keys import dotted, recipe_keys
+from echelon.recipe.yaml_text import KeyPath, read_table, show_value
 
 _TABLE = read_table(Path(__file__).with_name("aliases.yaml"))
 _NAMES: Mapping[str, str] = _TABLE["names"]

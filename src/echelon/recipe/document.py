@@ -1,7 +1,7 @@
 """The complete recipe: all top-level keys, and the rules that concern several sections."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
@@ -10,15 +10,13 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
-from echelon.ground.extensions import EXTENSION
 from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
-from echelon.recipe.deepspeed import DeepspeedConfig
-from echelon.recipe.engine_sections import HorovodConfig, TensorflowConfig
-from echelon.recipe.engines import ENGINES, NATIVE, OWN
+from echelon.recipe.engine_sections import DeepspeedConfig, HorovodConfig, TensorflowConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
+from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.names import REWARD_MODEL, TRACKERS, Tracker
+from echelon.recipe.names import ENGINES, NATIVE, OBJECTIVES, REWARD_MODEL, TRACKERS, ObjectiveRow, Tracker
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
@@ -29,12 +27,13 @@ from echelon.recipe.operation import (
     ProfileConfig,
     PrometheusConfig,
 )
-from echelon.recipe.rollout import OF_DISTILLATION, Rewards, RolloutConfig
+from echelon.recipe.refusals import find_limited
+from echelon.recipe.rollout import Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
-from echelon.recipe.section import OpenSection, PathOrName, Section, name_or_mapping, read_epochs, rule
+from echelon.recipe.section import OpenSection, PathOrName, name_or_mapping, read_epochs, rule
 from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
-from echelon.recipe.yaml_text import render_yaml, show_value
+from echelon.recipe.yaml_text import render_yaml
 
 MAX_RAMP_SIZES = 10_000
 
@@ -52,10 +51,75 @@ MOST_KEPT_TOKENS = 2**21
 """The most tokens of the answers that are part of a checkpoint's state, which has 20 bytes for each."""
 
 
+def _name_objectives(is_meant: Callable[[ObjectiveRow], bool]) -> tuple[str, ...]:
+    return tuple(name for name, row in OBJECTIVES.items() if is_meant(row))
+
+
+_UNUSUAL = "trains by another loop than echelon's usual one, the only one"
+_OTHER_LOOP = (
+    Limit("engine", (NATIVE,), f"{_UNUSUAL} that other engines run"),
+    Limit("sync.name", ("every_step",), f"{_UNUSUAL} with steps in which replicas agree"),
+    Limit("fault.on_bad_step", ("stop", "skip"), "trains by a loop that echelon cannot rewind"),
+    Limit("fault.spike_factor", (None,), "applies a step before it is recorded"),
+)
+_REFERENCE = (
+    Limit("adapter.init", ("default",), "compares with the frozen weights as they were, which this start changes"),
+    Limit("adapter.modules_to_save", ((),), "needs the original weights, which this trains in place (rows of "
+          "model.new_tokens are trained anyway)"),
+)  # fmt: skip
+_COPY = "use adapter.method=full, which keeps a copy"
+_NO_TEXT = "trains a model that only scores texts, and writes none"
+_LATER = "has not read all of the text at the start"
+LIMITS = (
+    Case("train.loop", (), _OTHER_LOOP, "remove train.loop"),
+    Case("objective.name", ("grpo",), _OTHER_LOOP),
+    Case("objective.on_policy_fraction", (), (
+        *_OTHER_LOOP,
+        Limit("data.packing", ("auto", False), "needs the prompt of each answer, and so one answer in a sequence"),
+    ), "remove objective.on_policy_fraction"),
+    Case("objective.name", _name_objectives(lambda row: row.needs_reference), _REFERENCE, _COPY),
+    Case("objective.kl_weight", (), _REFERENCE, _COPY),
+    Case("objective.name", _name_objectives(lambda row: row.answers == "pairs"), (
+        Limit("data.document_mask", ("auto", True), "has both answers of a pair in one sequence, where they must not "
+              "attend to each other"),
+    )),
+    Case("objective.name", _name_objectives(lambda row: row.head == "score"), (
+        Limit("evaluate.prompts", ((),), _NO_TEXT),
+        Limit("evaluate.tasks", ((),), _NO_TEXT),
+        Limit("fault.verify_passes_every", (None,), _NO_TEXT),
+    )),
+    Case("objective.name", _name_objectives(lambda row: row.answers == "judged"), (
+        Limit("data.packing", ("auto", False), "compares each answer with the prompt of the next sequence"),
+    )),
+    Case("objective.name", _name_objectives(lambda row: row.answers == "prompts"), (
+        Limit("train.batch_ramp", (None,), "makes its batches of answers"),
+        Limit("data.source", (None,), "makes its batches of answers"),
+    )),
+    Case("rollout.sampler", (), (
+        Limit("rollout.environment", (None,), "gives answers of one turn"),
+        Limit("rollout.top_p", (1.0,), "draws from all tokens"),
+        Limit("rollout.top_k", (0,), "draws from all tokens"),
+        Limit("adapter.method", ("full",), "has no adapter"),
+        Limit("engine", (NATIVE,), "takes the weights of the native engine"),
+    ), "use rollout.sampler=native"),
+    Case("sync.name", (QUORUM,), (
+        Limit("checkpoint.snapshot_every_steps", (None,), "has what a snapshot would hold in the other replicas"),
+    )),
+    Case("sync.name", KEPT, (Limit("fault.on_lost_process", ("restart",), "goes on without a lost process"),)),
+    Case("data.stream", (), (
+        Limit("objective.top_k", (None,), f"{_LATER}, and a teacher's predictions are prepared for all of it"),
+        Limit("tokenizer.train", (None,), f"{_LATER}, from which a tokenizer is trained: name one, for example one "
+              "that `echelon data --prepare` has trained on a part of it"),
+    ), "remove data.stream"),
+)  # fmt: skip
+"""Which values of keys do not go together, across sections; `Section.limits` has those within one."""
+
+
 class Recipe(OpenSection):
     """A training run: model, data, and settings. Frozen, hashable, complete with defaults."""
 
     plugins = (ENGINES, TRACKERS)
+    limits = LIMITS
 
     run: RunConfig
     model: ModelConfig
@@ -68,10 +132,8 @@ class Recipe(OpenSection):
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: Rewards = Field(
-        (),
-        description="With `objective.name: grpo`: the rewards of the model's answers. `reward: exact` is a shorthand "
-        "for one.",
+    reward: Annotated[Rewards, OnlyWith("objective.name", ("grpo",))] = Field(
+        (), description="the rewards of the model's answers. `reward: exact` is a shorthand for one."
     )
     train: TrainConfig
     optim: OptimConfig
@@ -113,7 +175,7 @@ class Recipe(OpenSection):
 
     @rule
     def _engine_can_run_it(self) -> None:
-        if (message := next(find_refused(self, self.engine), None)) is not None:
+        if (message := next(find_refused(self), None)) is not None:
             raise ValueError(message)
 
     @rule
@@ -125,56 +187,30 @@ class Recipe(OpenSection):
             )
 
     @rule
-    def _the_length_of_a_stream_is_unknown(self) -> None:
-        if self.data.stream is None:
-            return
+    def _passes_have_a_length(self) -> None:
         epochs = {} if self.train.epochs is None else {"train.epochs": f"{self.train.epochs:g}"}
         for key, value in {**epochs, **self._rhythms_in_epochs}.items():
-            raise ValueError(
-                f"{key}={value} does not go with data.stream: how many sequences an epoch has is known only at its "
-                "end; count in steps or tokens."
-            )
-        if self.objective.top_k is not None:
-            raise ValueError(
-                f"objective.top_k={self.objective.top_k} does not go with data.stream: a teacher's predictions are "
-                "prepared for all of the text; remove one of the two."
-            )
-        if isinstance(self.tokenizer, TrainedTokenizerConfig):
-            raise ValueError(
-                "tokenizer.train does not go with data.stream: its text is taken from all of the data; name a "
-                "tokenizer, for example one that `echelon data --prepare` has trained on a part of it."
-            )
-        least, given = 3 * self.data.stream.window * self.sample_len * 4 / 1e9, self.data.stream.cache_gb
-        if given < least:
-            raise ValueError(
-                f"data.stream.cache_gb={given:g} may not hold three windows of data.stream.window="
-                f"{self.data.stream.window:,} sequences; set it to {least:.3g} or more, or use a smaller window."
-            )
+            units = "use train.steps or train.tokens" if key == "train.epochs" else "use a number of steps"
+            if self.data.stream is not None:
+                raise ValueError(
+                    f"{key}={value} does not go with data.stream: how many sequences an epoch has is known only at its "
+                    f"end; {units}."
+                )
+            if self.data.is_mixture:
+                raise ValueError(
+                    f"{key}={value} is not defined for sources with a weight, which have epochs of different lengths; "
+                    f"{units}."
+                )
 
     @rule
-    def _a_reference_is_what_was_there(self) -> None:
-        if not self.objective.needs_reference:
+    def _windows_of_a_stream_fit(self) -> None:
+        if self.data.stream is None:
             return
-        named = f"objective.name={self.objective.name}"
-        if self.adapter.init == "pissa":
+        least, cache_gb = 3 * self.data.stream.window * self.sample_len * 4 / 1e9, self.data.stream.cache_gb
+        if cache_gb < least:
             raise ValueError(
-                f"adapter.init=pissa changes the frozen weights, and {named} compares with them as they were; use "
-                "adapter.init=default."
-            )
-        if self.adapter.modules_to_save:
-            raise ValueError(
-                f"adapter.modules_to_save={list(self.adapter.modules_to_save)} trains weights in place, and "
-                f"{named} needs the original weights; remove it (rows of model.new_tokens are trained "
-                "anyway), or use adapter.method=full, which keeps a copy."
-            )
-
-    @rule
-    def _answers_of_a_pair_are_apart(self) -> None:
-        if self.objective.row.answers == "pairs" and self.data.document_mask is False:
-            raise ValueError(
-                "data.document_mask=false lets documents of a sequence attend to each other, and "
-                f"objective.name={self.objective.name} has both answers of a pair in one sequence; use "
-                "data.document_mask=auto."
+                f"data.stream.cache_gb={cache_gb:g} may not hold three windows of data.stream.window="
+                f"{self.data.stream.window:,} sequences; set it to {least:.3g} or more, or use a smaller window."
             )
 
     @rule
@@ -188,66 +224,18 @@ class Recipe(OpenSection):
             )
 
     @rule
-    def _scores_are_no_text(self) -> None:
-        for needs, value in (
-            (f"evaluate.prompts={list(self.evaluate.prompts)} need", self.evaluate.prompts),
-            (f"evaluate.tasks={list(self.evaluate.tasks)} need", self.evaluate.tasks),
-            (f"fault.verify_passes_every={self.fault.verify_passes_every} needs", self.fault.verify_passes_every),
-        ):
-            if self.objective.scores_texts and value:
-                raise ValueError(
-                    f"{needs} a model that writes text, but objective.name={self.objective.name} trains one that only "
-                    "scores texts; remove it."
-                )
-
-    @rule
-    def _a_judged_answer_has_a_sequence(self) -> None:
-        if self.objective.row.answers != "judged":
-            return
-        named = f"objective.name={self.objective.name}"
-        if self.data.packing is True:
-            raise ValueError(
-                f"data.packing=true puts several answers into a sequence, and {named} compares each with the prompt of "
-                "the next sequence; use data.packing=auto."
-            )
+    def _a_judged_answer_is_not_alone(self) -> None:
         if self.objective.loss_name == "kto" and self.global_batch_size < 2:
             key = self.train.batch_key
             raise ValueError(
-                f"train.{key}={getattr(self.train, key)} is one sequence, and {named} needs another answer to compare "
-                "with; use a larger batch, or objective.loss=apo_zero_unpaired."
+                f"train.{key}={getattr(self.train, key)} is one sequence, and objective.name={self.objective.name} "
+                "needs another answer to compare with; use a larger batch, or objective.loss=apo_zero_unpaired."
             )
 
     @rule
-    def _own_loop_calls_the_learner(self) -> None:
-        if self.loop is None:
-            return
-        own = f"train.loop={self.loop}" if self.train.loop else f"objective.name={self.objective.name}"
-        for key, value, allowed, reason in (
-            ("engine", self.engine, ("native",), "other engines run only echelon's loop"),
-            ("sync.name", self.sync.name, ("every_step",), "only echelon's loop has the steps in which replicas agree"),
-            ("fault.on_bad_step", self.fault.on_bad_step, ("stop", "skip"), "echelon cannot rewind your loop"),
-            ("fault.spike_factor", self.fault.spike_factor, (None,), "your loop applies a step before it is recorded"),
-        ):
-            if value not in allowed:
-                fix = " or ".join("null" if choice is None else choice for choice in allowed)
-                raise ValueError(f"{key}={value} does not go with {own}: {reason}; set {key}={fix}, or remove {own}.")
-
-    @rule
-    def _rewards_have_a_loop(self) -> None:
-        if not self.draws_answers:
-            used = OF_DISTILLATION if self.samples_answers else frozenset[str]()
-            keys = [
-                f"rollout.{key}" if used else "rollout"
-                for key in RolloutConfig.model_fields
-                if key not in used and getattr(self.rollout, key) != getattr(RolloutConfig(), key)
-            ]
-            for key in [*keys, *(["reward"] if self.reward else [])]:
-                needed = "grpo" if used or self.objective.name != "distill" else "grpo, or objective.on_policy_fraction"
-                raise ValueError(
-                    f"{key} has no effect with objective.name={self.objective.name}; set objective.name={needed}, or "
-                    f"remove {key}."
-                )
-        elif not self.reward and self.rollout.environment is None and self.train.loop is None:
+    def _answers_are_judged(self) -> None:
+        is_judged = self.reward or self.rollout.environment is not None or self.train.loop is not None
+        if self.draws_answers and not is_judged:
             raise ValueError(
                 "objective.name=grpo needs a reward; set for example reward: exact, which compares an answer with the "
                 "field `answer` of its prompt's record."
@@ -263,36 +251,12 @@ class Recipe(OpenSection):
                 )
 
     @rule
-    def _a_foreign_sampler_draws_plainly(self) -> None:
-        sampler = self.rollout.sampler
-        if sampler == "native":
-            return
-        for key, value, unset, why in (
-            ("rollout.environment", self.rollout.environment, None, "it gives answers of one turn"),
-            ("rollout.top_p", self.rollout.top_p, 1.0, "it draws from all tokens"),
-            ("rollout.top_k", self.rollout.top_k, 0, "it draws from all tokens"),
-            ("adapter.method", self.adapter.method, "full", "it has no adapter"),
-            ("engine", self.engine, "native", "it takes the weights of the native engine"),
-        ):
-            if value != unset:
-                shown = f"{key}={value}" if isinstance(value, str | float | int) else key
-                raise ValueError(
-                    f"{shown} does not go with rollout.sampler={sampler}: {why}; remove it, or set "
-                    "rollout.sampler=native."
-                )
-
-    @rule
     def _answers_fit_the_sequence(self) -> None:
         room, length = self.rollout.max_new_tokens, self.data.sequence_len
         if self.samples_answers and room > length - 2:
             raise ValueError(
                 f"rollout.max_new_tokens={room} leaves no room for a prompt in data.sequence_len={length}; increase "
                 "data.sequence_len, or lower rollout.max_new_tokens."
-            )
-        if self.objective.on_policy_fraction and self.data.packing is True:
-            raise ValueError(
-                "data.packing=true puts several answers into a sequence, and objective.on_policy_fraction="
-                f"{self.objective.on_policy_fraction:g} needs the prompt of each; use data.packing=auto."
             )
 
     @rule
@@ -315,26 +279,6 @@ class Recipe(OpenSection):
                 f"rollout.lag={self.rollout.lag}: the answers of a step, which every checkpoint keeps, have up to "
                 f"{most} tokens, and may have {MOST_KEPT_TOKENS}; use fewer answers or a "
                 "smaller data.sequence_len, or set rollout.lag=0."
-            )
-        for key, value, unset in (
-            ("train.batch_ramp", self.train.batch_ramp, None),
-            ("data.source", self.data.source, None),
-        ):
-            if value != unset:
-                raise ValueError(f"{key} does not go with objective.name=grpo, whose batches are answers; remove it.")
-
-    @rule
-    def _a_loss_has_one_answer(self) -> None:
-        every_steps = self.checkpoint.snapshot_every_steps
-        if self.sync.name == QUORUM and every_steps is not None:
-            raise ValueError(
-                f"checkpoint.snapshot_every_steps={every_steps}: with sync.name={QUORUM} the other replicas hold what "
-                "a snapshot would; remove this key."
-            )
-        if self.sync.name in KEPT and self.fault.on_lost_process == "replace":
-            raise ValueError(
-                f"fault.on_lost_process=replace: with sync.name={self.sync.name} the others go on without a lost "
-                "process; remove this key."
             )
 
     @rule
@@ -376,19 +320,6 @@ class Recipe(OpenSection):
             raise ValueError(
                 f"train.batch_ramp.increment={ramp.increment} makes {count} sizes of the batch; use an increment that "
                 f"makes {MAX_RAMP_SIZES} or fewer."
-            )
-
-    @rule
-    def _a_mixture_has_no_epoch(self) -> None:
-        if self.data.is_mixture and self.train.epochs is not None:
-            raise ValueError(
-                f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which have epochs of "
-                "different lengths; use train.steps or train.tokens."
-            )
-        for key, every in self._rhythms_in_epochs.items() if self.data.is_mixture else ():
-            raise ValueError(
-                f"{key}={every} is not defined for sources with a weight, which have no epoch in common; use a number "
-                "of steps."
             )
 
     @rule
@@ -481,8 +412,9 @@ class Recipe(OpenSection):
         return self.batches.num_steps(math.ceil(Fraction(str(self.train.epochs)) * num_samples))
 
 
-def find_refused(recipe: Section, engine: str) -> Iterator[str]:
+def find_refused(recipe: Recipe) -> Iterator[str]:
     """Yield a message for each key of a recipe that its engine cannot run, and for settings of another engine."""
+    engine = recipe.engine
     for name in (*ENGINES.own, *(recipe.model_extra or ())):
         section = getattr(recipe, name, None) if name in ENGINES else None
         if section and name != engine and section != type(section)():
@@ -490,14 +422,5 @@ def find_refused(recipe: Section, engine: str) -> Iterator[str]:
                 f"{name} has settings of engine={name}, and the recipe has engine={engine}; set engine: {name}, or "
                 f"remove {name}."
             )
-    for limit in ENGINES[engine].limits if engine in ENGINES else ():
-        try:
-            value = attrgetter(limit.key)(recipe)
-        except AttributeError:  # `parallel` is a name
-            continue
-        if (OWN if isinstance(value, str) and EXTENSION.fullmatch(value) else value) not in limit.values:
-            possible = " or ".join(show_value(one) for one in limit.values)
-            yield (
-                f"{limit.key}={show_value(value)}: engine={engine} {limit.why}; use {limit.key}={possible}, or "
-                f"engine={NATIVE}."
-            )
+    if engine in ENGINES:
+        yield from find_limited(recipe, [Case("engine", (engine,), ENGINES[engine].limits, f"use engine={NATIVE}")])

@@ -3,7 +3,8 @@
 from typing import Any
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe.keys import KeyPath, dotted
+from echelon.recipe.keys import dotted
+from echelon.recipe.yaml_text import KeyPath
 
 
 class Draft:

@@ -9,9 +9,9 @@ from typing import Any
 from echelon.ground.errors import ConfigError
 from echelon.ground.variables import QUOTE_VARIABLE, find_cache_dir
 from echelon.recipe.draft import Draft
-from echelon.recipe.keys import KeyPath, dotted
+from echelon.recipe.keys import dotted
 from echelon.recipe.section import show_number
-from echelon.recipe.yaml_text import read_table, render_inline, show_value
+from echelon.recipe.yaml_text import KeyPath, read_table, render_inline, show_value
 
 Change = Callable[[Any], Mapping[str, Any] | None]
 Successor = str | Change
@@ -141,8 +141,19 @@ JOINED: dict[str, tuple[tuple[str, ...], Join]] = {
 }
 """The keys that several of earlier versions became, in the same section."""
 
-REPLACED = {key: JOINED[key][0] for key in ("optim.warmup", "objective.clip", "prometheus.address", "rollout.skip")}
+REPLACED = {
+    f"{key.partition('.')[0]}.{name}": key
+    for key in ("optim.warmup", "objective.clip", "prometheus.address", "rollout.skip")
+    for name in JOINED[key][0]
+} | {f"launch.slurm.{name}": f"launch.slurm.options.{option}" for name, option in _SBATCH.items()}
 """The earlier keys of those that are new themselves: an override of such a key takes their place."""
+
+EXTENDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "train.float8_scaling": ("train.precision", lambda value: value == "fp8_rowwise"),
+    f"train.{_AHEAD}": ("train.activation_offloading", lambda value: type(value) is int),
+    "mlflow.register_model": ("mlflow.log_model", lambda value: isinstance(value, str)),
+}
+"""The earlier keys that others took in, which are as old, and whether a value of theirs is a new one."""
 
 FORMER: dict[str, Successor] = {
     **_TABLE["replaced"],
@@ -218,14 +229,28 @@ def replace_former(draft: Draft, former: Mapping[str, Successor] = FORMER) -> li
         if draft.get(path[:-1]) == {}:
             draft.remove(path[:-1])
         for new, value in replaced[0].items():
-            if draft.holds(new) and new != path[: len(new)]:
-                raise ConfigError(
-                    f"{origin}: {dotted(path)} is now {dotted(new)}, which is also given ({draft.origin(new)}); keep "
-                    f"{dotted(new)}."
-                )
+            if new != path[: len(new)]:
+                _refuse_both(draft, path, new, origin)
             draft.set(new, value, origin)
         notes.append(replaced[1])
     return notes
+
+
+def refuse_both(draft: Draft) -> None:
+    """Raise ConfigError if a file gives a key, and one of earlier versions that it replaces."""
+    for key, successor in {**REPLACED, **{old: new for old, (new, _) in EXTENDED.items()}}.items():
+        old, new = tuple(key.split(".")), tuple(successor.split("."))
+        is_new = key in REPLACED or EXTENDED[key][1](draft.get(new))
+        if draft.get(old) is not None and is_new:
+            _refuse_both(draft, old, new, draft.origin(old))
+
+
+def _refuse_both(draft: Draft, old: KeyPath, new: KeyPath, origin: str) -> None:
+    if draft.holds(new):
+        raise ConfigError(
+            f"{origin}: {dotted(old)} is now {dotted(new)}, which is also given ({draft.origin(new)}); keep "
+            f"{dotted(new)}."
+        )
 
 
 def _check(name: str, value: Any, origin: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from echelon.recipe.data_formats import check_fields
+from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.names import FormatName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     MAX_NAME,
@@ -125,43 +126,67 @@ class TrainedTokenizerConfig(Section):
     train: TrainTokenizerConfig = Field(description="Train a byte-level BPE tokenizer on the training text.")
 
 
+_ADAPTER = OnlyWith("adapter.method", ("lora", "qlora", "dora"), "which trains every parameter")
+_NO_ADAPTER = "names expert weights, of which PEFT has no such adapter"
+_IN_4_BITS = OnlyWith("adapter.method", ("qlora",), "which has no weights in 4 bits")
+
+
 class AdapterConfig(Section):
     """Which parameters are trained: all, or a low-rank adapter on frozen weights."""
+
+    around = "adapter."
+    limits = (
+        Case("adapter.target_parameters", (), (
+            Limit("adapter.method", ("lora", "qlora"), _NO_ADAPTER),
+            Limit("adapter.dropout", (0.0,), _NO_ADAPTER),
+            Limit("adapter.init", ("default",), _NO_ADAPTER),
+            Limit("adapter.quantize_experts", (False,), f"{_NO_ADAPTER} in 4 bits"),
+        ), "remove adapter.target_parameters"),
+        Case("adapter.method", ("qlora", "dora"), (
+            Limit("adapter.init", ("default",), "does not allow this start, which changes the frozen weights"),
+        ), "use adapter.method=lora"),
+    )  # fmt: skip
 
     method: Literal["full", "lora", "qlora", "dora"] = Field(
         "full",
         description="`full` trains every parameter; `lora` a low-rank adapter; `qlora` the same on 4-bit "
         "weights; `dora` a low-rank direction and a magnitude.",
     )
-    r: Count = Field(16, description="Rank of the adapter.")
-    alpha: Positive = Field(32.0, description="Scale: the adapter's output is multiplied by alpha / r.")
-    dropout: Number = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+    r: Annotated[Count, _ADAPTER] = Field(16, description="rank of the adapter.")
+    alpha: Annotated[Positive, _ADAPTER] = Field(
+        32.0, description="scale: the adapter's output is multiplied by alpha / r."
+    )
+    dropout: Annotated[Number, Field(ge=0, lt=1), _ADAPTER] = Field(0.0, description="dropout on the adapter's input.")
+    target_modules: Annotated[Literal["all-linear"] | tuple[str, ...], _ADAPTER] = Field(
         "all-linear",
-        description="The linear layers with an adapter, by the last part of their names: `[q_proj, v_proj]`. "
+        description="the linear layers with an adapter, by the last part of their names: `[q_proj, v_proj]`. "
         "`all-linear`: all except the head.",
     )
-    target_parameters: Annotated[Literal["experts"] | tuple[str, ...], distinct("adapter.target_parameters")] = Field(
+    target_parameters: Annotated[
+        Literal["experts"] | tuple[str, ...], distinct("adapter.target_parameters"), _ADAPTER
+    ] = Field(
         (),
-        description="Expert weights of a mixture with an adapter in addition, by the ends of their names: "
+        description="expert weights of a mixture with an adapter in addition, by the ends of their names: "
         "`[experts.gate_up_proj, experts.down_proj]`. `experts`: all of them.",
     )
-    modules_to_save: Annotated[tuple[str, ...], distinct("adapter.modules_to_save")] = Field(
+    modules_to_save: Annotated[tuple[str, ...], distinct("adapter.modules_to_save"), _ADAPTER] = Field(
         (),
-        description="Modules trained in full in addition to the adapter, by the last part of their names: the "
+        description="modules trained in full in addition to the adapter, by the last part of their names: the "
         "embedding, the head, norms or linear layers, such as `[embed_tokens, lm_head]`. Tied weights are trained as "
         "one.",
     )
-    rslora: Flag = Field(False, description="Multiply by alpha / sqrt(r) instead (rank-stabilised LoRA).")
-    init: Literal["default", "pissa"] = Field(
-        "default",
-        description="Initialization: `default` starts with zero output; `pissa` takes the principal singular vectors "
-        "out of the frozen weight.",
+    rslora: Annotated[Flag, _ADAPTER] = Field(
+        False, description="multiply by alpha / sqrt(r) instead (rank-stabilised LoRA)."
     )
-    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="The 4-bit data type of `qlora`.")
-    double_quant: Flag = Field(True, description="Also quantize the scales of `qlora`.")
-    quantize_experts: Flag = Field(
-        False, description="Store the expert weights of a mixture in 4 bits too, with `qlora`."
+    init: Annotated[Literal["default", "pissa"], _ADAPTER] = Field(
+        "default",
+        description="initialization: `default` starts with zero output; `pissa` takes the principal singular vectors "
+        "out of the frozen weight (with `lora` alone).",
+    )
+    quant_type: Annotated[Literal["nf4", "fp4"], _IN_4_BITS] = Field("nf4", description="the 4-bit data type.")
+    double_quant: Annotated[Flag, _IN_4_BITS] = Field(True, description="also quantize the scales.")
+    quantize_experts: Annotated[Flag, _IN_4_BITS] = Field(
+        False, description="store the expert weights of a mixture in 4 bits too."
     )
 
     @property
@@ -177,52 +202,12 @@ class AdapterConfig(Section):
             )
 
     @rule
-    def _peft_adapts_experts(self) -> None:
-        for key, value, unset in (("method", self.method, "lora"), ("dropout", self.dropout, 0.0),
-                                  ("init", self.init, "default")):  # fmt: skip
-            can = ("lora", "qlora") if key == "method" else (unset,)
-            if self.target_parameters and self.is_adapter and value not in can:
-                raise ValueError(
-                    f"adapter.target_parameters: PEFT has no adapter of expert weights with adapter.{key}={value}; "
-                    f"set adapter.{key}={unset}, or remove adapter.target_parameters."
-                )
-
-    @rule
-    def _quantized_experts_are_frozen(self) -> None:
-        if self.quantize_experts and self.target_parameters:
-            raise ValueError(
-                "adapter.quantize_experts and adapter.target_parameters are both given, but PEFT has no adapter of "
-                "expert weights in 4 bits; remove one of them."
-            )
-
-    @rule
     def _trained_once(self) -> None:
         both = [name for name in self.modules_to_save if name in self.target_modules]
         if both and self.target_modules != "all-linear":
             raise ValueError(
                 f"adapter.modules_to_save and adapter.target_modules both name {both[0]}: it is either trained in full "
                 "or gets an adapter; remove it from one of them."
-            )
-
-    @rule
-    def _every_key_means_something(self) -> None:
-        for name, field in type(self).model_fields.items():
-            if name == "method" or getattr(self, name) == field.default:
-                continue
-            if self.method == "full":
-                raise ValueError(
-                    f"adapter.{name}={getattr(self, name)} has no effect with adapter.method=full, which trains every "
-                    "parameter; set adapter.method to lora, qlora or dora, or remove it."
-                )
-            if name in ("quant_type", "double_quant", "quantize_experts") and self.method != "qlora":
-                raise ValueError(
-                    f"adapter.{name}={getattr(self, name)} applies to 4-bit weights, which "
-                    f"adapter.method={self.method} does not have; set adapter.method=qlora, or remove it."
-                )
-        if self.init == "pissa" and self.method != "lora":
-            raise ValueError(
-                f"adapter.init=pissa changes the frozen weights, which adapter.method={self.method} does not allow; "
-                "use adapter.method=lora, or adapter.init=default."
             )
 
 
@@ -296,8 +281,20 @@ class StreamConfig(Section):
     )
 
 
+_WHOLE = "would have to read all of the text first to"
+
+
 class DataConfig(Section):
     """The data, how it is split into sequences, and what is held out for validation."""
+
+    around = "data."
+    limits = (
+        Case("data.stream", (), (
+            Limit("data.validation_fraction", (None, 0), f"{_WHOLE} hold out a part: name files in data.validation"),
+            Limit("data.deduplicate", (False,), f"{_WHOLE} find copies"),
+            Limit("data.source", (None,), "reads the batches itself"),
+        ), "remove data.stream"),
+    )  # fmt: skip
 
     train: Sources = Field(min_length=1, description="Training data. `train: some/path` is a shorthand for one source.")
     validation: Sources = Field((), description="Validation data. Default: held out of the training data.")
@@ -372,12 +369,7 @@ class DataConfig(Section):
         description="`package.module:Name` of a source of batches of your own (docs/batches.md), in place of the "
         "samples of `train` in their shuffled order.",
     )
-    options: Options = Field(None, description="Arguments of `source`, by their names.")
-
-    @rule
-    def _options_are_taken(self) -> None:
-        if self.options and self.source is None:
-            raise ValueError(f"data.options={self.options} has no meaning without data.source; remove it.")
+    options: Annotated[Options, OnlyWith("data.source")] = Field(None, description="its arguments, by their names.")
 
     @property
     def is_mixture(self) -> bool:
@@ -399,17 +391,7 @@ class DataConfig(Section):
 
     @rule
     def _a_stream_is_read_once_through(self) -> None:
-        if self.stream is None:
-            return
-        for key, value, reason in (
-            ("validation_fraction", self.validation_fraction or None, "text to hold out is found by reading all of it; "
-             "name files in data.validation, or set it to 0"),
-            ("deduplicate", self.deduplicate or None, "copies are found by reading all of the text; remove it"),
-            ("source", self.source, "it gives batches of its own; keep one of the two"),
-        ):  # fmt: skip
-            if value is not None:
-                raise ValueError(f"data.{key}={value} does not go with data.stream: {reason}.")
-        for index, source in enumerate(self.train):
+        for index, source in enumerate(self.train if self.stream else ()):
             for key, value in (("weight", source.weight), ("max_samples", source.max_samples)):
                 if value is not None:
                     raise ValueError(

@@ -8,8 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from echelon.recipe.section import Section
-
-KeyPath = tuple[str | int, ...]
+from echelon.recipe.yaml_text import KeyPath
 
 NEAR_ENOUGH = 0.6
 SAME_SECTION_BONUS = 0.2

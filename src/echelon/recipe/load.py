@@ -7,19 +7,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from echelon.ground.errors import ConfigError, Fault
-from echelon.ground.stored import read_text
+from echelon.ground.stored import read_json, read_text
 from echelon.recipe.aliases import ALIASES, apply_aliases, translate
-from echelon.recipe.deepspeed import read_deepspeed
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.former_keys import REPLACED, join_former, read_former, replace_former
-from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
+from echelon.recipe.former_keys import REPLACED, join_former, read_former, refuse_both, replace_former
+from echelon.recipe.keys import dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.names import DIALECTS
 from echelon.recipe.render import plain_value
 from echelon.recipe.section import expand_list
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
-from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, shorten
+from echelon.recipe.yaml_text import MAX_TEXT_BYTES, KeyPath, parse_yaml, shorten
 
 COMMAND_LINE = "command line"
 
@@ -63,6 +62,7 @@ def parse_recipe(
 
 
 def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, list[str]]:
+    refuse_both(draft)
     notes = replace_former(draft) + apply_aliases(draft)
     _write_sources_out(draft)
     for path, value in _read_overrides(overrides, origin):
@@ -71,12 +71,36 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
     notes += replace_former(draft)  # in a whole section that an override gives
     notes += join_former(draft)
     notes += _translate_dialects(draft)
-    read_deepspeed(draft)
+    _read_deepspeed(draft)
     _refuse_unknown_keys(draft)
     try:
         return Recipe.model_validate(draft.data), notes
     except ValidationError as error:
         raise explain_errors(error, draft) from None
+
+
+def _read_deepspeed(draft: Draft) -> None:
+    """Replace the path in `deepspeed.config` by the content of that file. Raises ConfigError if it is not JSON."""
+    if isinstance(given := draft.get(("deepspeed",)), str):
+        raise ConfigError(
+            f"{draft.origin(('deepspeed',))}: deepspeed={given} must be a mapping of keys; to train with DeepSpeed set "
+            f"engine: deepspeed and deepspeed: {{config: {given}}}; for ZeRO without it set parallel: zero1, zero2 or "
+            "fsdp (ZeRO-3)."
+        )
+    key = ("deepspeed", "config")
+    path = draft.get(key)
+    if not isinstance(path, str):
+        return
+    try:
+        content = read_json(Path(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{draft.origin(key)}: deepspeed.config={path} cannot be read ({error}); give the path of a JSON file with "
+            "a DeepSpeed config."
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{draft.origin(key)}: deepspeed.config={path} is not a JSON object of DeepSpeed's settings.")
+    draft.set(key, content, path)
 
 
 def _translate_dialects(draft: Draft) -> list[str]:
@@ -159,7 +183,7 @@ def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> lis
 
 def _alternatives(path: KeyPath) -> list[KeyPath]:
     groups = [group for group in EXCLUSIVE_KEYS if path[:2] in group]
-    earlier: list[KeyPath] = [(path[0], name) for name in REPLACED.get(dotted(path[:2]), ())]
+    earlier: list[KeyPath] = [tuple(old.split(".")) for old, new in REPLACED.items() if new == dotted(path)]
     return [other for group in groups for other in group if other != path[:2]] + earlier
 
 

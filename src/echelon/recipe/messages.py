@@ -14,9 +14,9 @@ from echelon.ground.errors import ConfigError, Fault
 from echelon.ground.redaction import HIDDEN, redact
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.keys import NEAR_ENOUGH, KeyPath, dotted, recipe_keys
+from echelon.recipe.keys import NEAR_ENOUGH, dotted, recipe_keys
 from echelon.recipe.section import read_count
-from echelon.recipe.yaml_text import read_table, show_value
+from echelon.recipe.yaml_text import KeyPath, read_table, show_value
 
 _TABLE: Mapping[str, Mapping[str, str]] = read_table(Path(__file__).with_name("messages.yaml"))
 

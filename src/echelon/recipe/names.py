@@ -1,7 +1,7 @@
 """The parts that a recipe can name: tables of optimizers, file formats and objectives, and others by entry points.
 
 To add an optimizer, a format or an objective, write a file and add a row here. A row holds the import path of the part,
-which is imported when it is used.
+which is imported when it is used. An engine is a builder and a row that an entry point names.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +15,10 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from echelon.ground.extensions import EXTENSION, is_extension
 from echelon.ground.plugins import Plugins
+from echelon.ground.sizes import join_words
 from echelon.recipe.data_formats import RECORD_FORMATS
+from echelon.recipe.key_limits import Limit
+from echelon.recipe.section import Section
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,12 @@ class ObjectiveRow:
     """The import path of the builder, which is called with the recipe's section, and what the objective needs.
 
     `answers`: what its data must be; None: single texts. `needs_reference`: whether it compares with the weights that
-    training starts from. `keys`: those of the section that it reads, which others may not. `losses`: the values of
-    `objective.loss`, the default first. `head`: that of the model.
+    training starts from. `losses`: the values of `objective.loss`, the default first. `head`: that of the model.
     """
 
     place: str
     answers: Answers | None = None
     needs_reference: bool = False
-    keys: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     head: Head = "vocabulary"
 
@@ -119,46 +120,57 @@ _DPO_LOSSES = (
 
 OBJECTIVES: dict[str, ObjectiveRow] = {
     "causal_lm": ObjectiveRow(f"{_OBJECTIVES}.causal_lm:build_causal_lm"),
-    "dpo": ObjectiveRow(
-        f"{_OBJECTIVES}.pairs:build_dpo", "pairs", True, ("beta", "loss", "label_smoothing", "sft_weight"), _DPO_LOSSES
-    ),
-    "orpo": ObjectiveRow(f"{_OBJECTIVES}.pairs:build_orpo", "pairs", keys=("beta",)),
-    "simpo": ObjectiveRow(
-        f"{_OBJECTIVES}.pairs:build_simpo", "pairs", keys=("beta", "gamma", "label_smoothing", "sft_weight")
-    ),
-    "cpo": ObjectiveRow(
-        f"{_OBJECTIVES}.pairs:build_cpo", "pairs", keys=("beta", "loss", "label_smoothing", "sft_weight"),
-        losses=("sigmoid", "hinge", "ipo"),
-    ),
-    "kto": ObjectiveRow(
-        f"{_OBJECTIVES}.kto:build_kto", "judged", True, ("beta", "loss", "desirable_weight", "undesirable_weight"),
-        losses=("kto", "apo_zero_unpaired"),
-    ),
-    "distill": ObjectiveRow(
-        f"{_OBJECTIVES}.distill:build_distill",
-        keys=("teacher", "loss", "beta", "temperature", "sft_weight", "top_k", "on_policy_fraction"),
-        losses=("forward", "reverse", "jsd"),
-    ),
-    "grpo": ObjectiveRow(
-        f"{_OBJECTIVES}.grpo:build_grpo", "prompts",
-        keys=("advantage", "normalize", "ratio", "clip", "kl_weight", "kl_unbiased"),
-    ),
-    "reward": ObjectiveRow(f"{_OBJECTIVES}.scores:build_reward", "pairs", keys=("center_weight",), head="score"),
-    "classification": ObjectiveRow(
-        f"{_OBJECTIVES}.scores:build_classification", "labelled", keys=("labels",), head="score"
-    ),
-}  # fmt: skip
+    "dpo": ObjectiveRow(f"{_OBJECTIVES}.pairs:build_dpo", "pairs", True, losses=_DPO_LOSSES),
+    "orpo": ObjectiveRow(f"{_OBJECTIVES}.pairs:build_orpo", "pairs"),
+    "simpo": ObjectiveRow(f"{_OBJECTIVES}.pairs:build_simpo", "pairs"),
+    "cpo": ObjectiveRow(f"{_OBJECTIVES}.pairs:build_cpo", "pairs", losses=("sigmoid", "hinge", "ipo")),
+    "kto": ObjectiveRow(f"{_OBJECTIVES}.kto:build_kto", "judged", True, losses=("kto", "apo_zero_unpaired")),
+    "distill": ObjectiveRow(f"{_OBJECTIVES}.distill:build_distill", losses=("forward", "reverse", "jsd")),
+    "grpo": ObjectiveRow(f"{_OBJECTIVES}.grpo:build_grpo", "prompts"),
+    "reward": ObjectiveRow(f"{_OBJECTIVES}.scores:build_reward", "pairs", head="score"),
+    "classification": ObjectiveRow(f"{_OBJECTIVES}.scores:build_classification", "labelled", head="score"),
+}
 """The objectives by `objective.name`."""
 
 
-def list_objectives(compares: Answers | None = None, key: str | None = None) -> str:
-    """Name the objectives on such answers, or those that read a key of the section, for a message: `dpo or orpo`."""
-    rows = OBJECTIVES.items()
-    *names, last = [name for name, row in rows if (row.answers == compares if key is None else key in row.keys)]
-    return f"{', '.join(names)} or {last}" if names else last
+def list_objectives(compares: Answers) -> str:
+    """Name the objectives on such answers, for a message: `dpo or orpo`."""
+    return join_words([name for name, row in OBJECTIVES.items() if row.answers == compares])
+
+
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine.
+
+    Attributes:
+        place: of the builder, `package.module:function`; it is called with an EngineSpec.
+        section: for an engine of another package: the recipe's section of the engine's name, which only it reads.
+        package: the package that it imports; the extra that installs it has the engine's name.
+        strategies: the strategies of a plan that it can run, which `parallel: auto` chooses from; None: all.
+        compiles: whether it can compile layers; `train.compile: auto` is off where it cannot.
+        limits: the other keys of a recipe that it restricts.
+        purpose: what it is for, for the user who chooses an engine.
+        instead: what the native engine has in place of it.
+        check: `package.module:function` without torch, called with a recipe and its plan; raises ConfigError or
+            PlanError for what the limits cannot say.
+    """
+
+    place: str
+    section: type[Section] | None = None
+    package: str | None = None
+    strategies: tuple[str, ...] | None = None
+    compiles: bool = True
+    limits: tuple[Limit, ...] = ()
+    purpose: str = ""
+    instead: str = ""
+    check: str | None = None
 
 
 # Parts of echelon and of other packages, by the key of the recipe. docs/new-parts.md says what each of them is.
+ENGINES = Plugins[EngineRow]("engines", "engine")
 LAUNCHERS = Plugins[Any]("launchers", "launch.to")
 SYNCHRONIZERS = Plugins[Any]("synchronizers", "sync.name")
 LOOPS = Plugins[Any]("loops", "objective.name")

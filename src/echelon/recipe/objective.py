@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from echelon.recipe.names import OBJECTIVES, ObjectiveName, ObjectiveRow, Options, check_has_options, list_objectives
+from echelon.ground.sizes import join_words
+from echelon.recipe.key_limits import OWN, Case, Limit, OnlyWith
+from echelon.recipe.names import OBJECTIVES, ObjectiveName, ObjectiveRow, Options
 from echelon.recipe.section import Count, Flag, Number, PathOrName, Positive, PositiveOrZero, Section, distinct, rule
 
 _OWN = ObjectiveRow("")
@@ -17,8 +19,25 @@ MAX_LABELS = 2**16
 """Prepared data has 16 bits for the number of a label."""
 
 
+def _only(*names: str) -> OnlyWith:
+    """Marks a key of these objectives."""
+    return OnlyWith("objective.name", names)
+
+
 class ObjectiveConfig(Section):
     """What is minimised."""
+
+    around = "objective."
+    limits = (
+        *(
+            Case("objective.name", (name,), (Limit("objective.loss", (None, *row.losses), "has other losses"),))
+            for name, row in OBJECTIVES.items()
+            if row.losses
+        ),
+        Case("objective.on_policy_fraction", (), (
+            Limit("objective.top_k", (None,), "trains on new answers, which no teacher has scored in advance"),
+        ), "remove objective.on_policy_fraction"),
+    )  # fmt: skip
 
     name: ObjectiveName = Field(
         "causal_lm",
@@ -29,98 +48,95 @@ class ObjectiveConfig(Section):
         "that gives each text one of `objective.labels`. Your own is a loss function of (logits, labels, extra), or an "
         "objective class.",
     )
-    options: Options = Field(None, description="Arguments of your own loss or objective, by their names.")
-    beta: Positive = Field(
-        0.1,
-        description="`dpo`, `kto`: how strongly the model is kept close to the reference. `simpo`, `cpo`: the factor "
-        "of rewards. `orpo`: the weight of the odds ratio. `distill` with `loss: jsd`: the teacher's share of the "
-        "mixture, between 0 and 1; default there: 0.5.",
+    options: Annotated[Options, _only(OWN)] = Field(
+        None, description="Arguments of your own loss or objective, by their names."
     )
-    loss: (
+    beta: Annotated[Positive, _only("dpo", "orpo", "simpo", "cpo", "kto", "distill")] = Field(
+        0.1,
+        description="how strongly the model is kept close to the reference (`dpo`, `kto`); the factor of rewards "
+        "(`simpo`, `cpo`); the weight of the odds ratio (`orpo`); the teacher's share of the mixture, between 0 and 1 "
+        "(`distill` with `loss: jsd`; default there: 0.5).",
+    )
+    loss: Annotated[
         Literal[
             "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "sppo_hard", "apo_zero",
             "apo_down", "kto", "apo_zero_unpaired", "forward", "reverse", "jsd",
         ]
-        | None
-    ) = Field(None, description="`dpo`, `cpo`: the loss of a pair; `cpo` takes `sigmoid`, `hinge` and `ipo`; of an "
-        "answer of `kto`: `kto` and `apo_zero_unpaired`; the divergence of `distill`: `forward`, KL(teacher || model), "
-        "`reverse`, KL(model || teacher), and `jsd`, the generalised Jensen-Shannon divergence. Default: `sigmoid`, "
-        "for `kto` `kto`, for `distill` `forward`.")  # fmt: skip
-    label_smoothing: Number = Field(
+        | None, _only("dpo", "cpo", "kto", "distill")
+    ] = Field(None, description="the loss of a pair; `cpo` takes `sigmoid`, `hinge` and `ipo`; of an answer of `kto`: "
+        "`kto` and `apo_zero_unpaired`; the divergence of `distill`: `forward`, KL(teacher || model), `reverse`, "
+        "KL(model || teacher), and `jsd`, the generalised Jensen-Shannon divergence. Default: `sigmoid`, for `kto` "
+        "`kto`, for `distill` `forward`.")  # fmt: skip
+    label_smoothing: Annotated[Number, Field(ge=0, lt=0.5), _only("dpo", "simpo", "cpo")] = Field(
         0.0,
-        ge=0,
-        lt=0.5,
-        description="`dpo`, `simpo`, `cpo`: the probability that a preference label is wrong; with the losses "
-        "`sigmoid`, `robust` and `exo_pair`.",
+        description="the probability that a preference label is wrong; with the losses `sigmoid`, `robust` and "
+        "`exo_pair`.",
     )
-    gamma: PositiveOrZero = Field(0.5, description="`simpo`: the reward margin that a pair should have.")
-    sft_weight: PositiveOrZero | None = Field(
+    gamma: Annotated[PositiveOrZero, _only("simpo")] = Field(
+        0.5, description="the reward margin that a pair should have."
+    )
+    sft_weight: Annotated[PositiveOrZero | None, _only("dpo", "simpo", "cpo", "distill")] = Field(
         None,
-        description="`dpo`, `simpo`, `cpo`: the weight of the cross-entropy of the chosen answers, per token; "
-        "`distill`: that of the labels. Default: 0, for `cpo` 1.",
+        description="the weight of the cross-entropy of the chosen answers, per token; of `distill`: that of the "
+        "labels. Default: 0, for `cpo` 1.",
     )
-    desirable_weight: Positive = Field(1.0, description="`kto`: the weight of good answers.")
-    undesirable_weight: Positive = Field(1.0, description="`kto`: the weight of bad answers.")
-    center_weight: PositiveOrZero = Field(
-        0.0,
-        description="`reward`: the weight of the squared sum of a pair's scores, which keeps them around 0.",
+    desirable_weight: Annotated[Positive, _only("kto")] = Field(1.0, description="the weight of good answers.")
+    undesirable_weight: Annotated[Positive, _only("kto")] = Field(1.0, description="the weight of bad answers.")
+    center_weight: Annotated[PositiveOrZero, _only("reward")] = Field(
+        0.0, description="the weight of the squared sum of a pair's scores, which keeps them around 0."
     )
-    labels: Annotated[tuple[str, ...], distinct("objective.labels")] = Field(
+    labels: Annotated[tuple[str, ...], distinct("objective.labels"), _only("classification")] = Field(
         (),
-        description="`classification`: the names of the labels, in the order of the model's scores. The field `label` "
-        "of a record is one of them, or its position in the list, from 0.",
+        description="the names of the labels, in the order of the model's scores. The field `label` of a record is one "
+        "of them, or its position in the list, from 0.",
     )
-    advantage: Literal["normalized", "centered", "leave_one_out"] = Field(
+    advantage: Annotated[Literal["normalized", "centered", "leave_one_out"], _only("grpo")] = Field(
         "normalized",
-        description="`grpo`: what an answer's reward is compared with: the mean of its group, in standard deviations "
-        "of the group (GRPO); the mean alone, `centered` (Dr. GRPO); the mean of the others, `leave_one_out` (RLOO).",
+        description="what an answer's reward is compared with: the mean of its group, in standard deviations of the "
+        "group (GRPO); the mean alone, `centered` (Dr. GRPO); the mean of the others, `leave_one_out` (RLOO).",
     )
-    normalize: Literal["sequence", "token", "constant"] = Field(
+    normalize: Annotated[Literal["sequence", "token", "constant"], _only("grpo")] = Field(
         "sequence",
-        description="`grpo`: the loss is a mean over the tokens of each answer, then over answers (`sequence`, GRPO); "
-        "over all tokens (`token`, DAPO); or a sum divided by answers times `rollout.max_new_tokens` (`constant`, Dr. "
-        "GRPO).",
+        description="the loss is a mean over the tokens of each answer, then over answers (`sequence`, GRPO); over all "
+        "tokens (`token`, DAPO); or a sum divided by answers times `rollout.max_new_tokens` (`constant`, Dr. GRPO).",
     )
-    ratio: Literal["token", "sequence"] = Field(
+    ratio: Annotated[Literal["token", "sequence"], _only("grpo")] = Field(
         "token",
-        description="`grpo`: the importance ratio of each token, or the geometric mean of those of an answer "
-        "(`sequence`, GSPO). It is 1 with `rollout.updates: 1`.",
+        description="the importance ratio of each token, or the geometric mean of those of an answer (`sequence`, "
+        "GSPO). It is 1 with `rollout.updates: 1`.",
     )
-    clip: tuple[Annotated[Number, Field(ge=0, lt=1)], PositiveOrZero] = Field(
+    clip: Annotated[tuple[Annotated[Number, Field(ge=0, lt=1)], PositiveOrZero], _only("grpo")] = Field(
         (0.2, 0.2),
-        description="`grpo`: the importance ratio is clipped at 1 - the first and 1 + the second; DAPO: [0.2, 0.28].",
+        description="the importance ratio is clipped at 1 - the first and 1 + the second; DAPO: [0.2, 0.28].",
     )
-    kl_weight: PositiveOrZero = Field(
+    kl_weight: Annotated[PositiveOrZero, _only("grpo")] = Field(
         0.0,
-        description="`grpo`: the weight of the divergence from the reference, the weights that training started from. "
-        "0 needs no reference.",
+        description="the weight of the divergence from the reference, the weights that training started from. 0 needs "
+        "no reference.",
     )
-    kl_unbiased: Flag = Field(
+    kl_unbiased: Annotated[Flag, _only("grpo")] = Field(
         False,
-        description="`grpo`: multiply the divergence by the importance ratio, so that its gradient is that of the "
-        "divergence itself (DeepSeek-V3.2). Without it, it is the gradient of the estimate (DeepSeekMath).",
+        description="multiply the divergence by the importance ratio, so that its gradient is that of the divergence "
+        "itself (DeepSeek-V3.2). Without it, it is the gradient of the estimate (DeepSeekMath).",
     )
-    teacher: PathOrName | None = Field(
+    teacher: Annotated[PathOrName | None, _only("distill")] = Field(
         None,
-        description="`distill`: the model whose predictions are learned: a run, an HF folder or a hub id, with the "
-        "same tokenizer.",
+        description="the model whose predictions are learned: a run, an HF folder or a hub id, with the same "
+        "tokenizer.",
     )
-    top_k: Count | None = Field(
+    top_k: Annotated[Count | None, _only("distill")] = Field(
         None,
-        description="`distill`: learn from this many most likely tokens of the teacher and the rest together, "
-        "which `echelon data RECIPE --prepare` has written beside the data. Default: each process has the teacher in "
-        "memory, "
-        "and learns from all tokens.",
+        description="learn from this many most likely tokens of the teacher and the rest together, which `echelon data "
+        "RECIPE --prepare` has written beside the data. Default: each process has the teacher in memory, and learns "
+        "from all tokens.",
     )
-    temperature: Positive = Field(
-        1.0, description="`distill`: temperature by which the logits of teacher and model are divided before the loss."
+    temperature: Annotated[Positive, _only("distill")] = Field(
+        1.0, description="temperature by which the logits of teacher and model are divided before the loss."
     )
-    on_policy_fraction: Number = Field(
+    on_policy_fraction: Annotated[Number, Field(ge=0, le=1), _only("distill")] = Field(
         0.0,
-        ge=0,
-        le=1,
-        description="`distill`: the share of steps that train on the model's own answers to the prompts of the data, "
-        "drawn as `rollout` says, instead of on the answers of the data.",
+        description="the share of steps that train on the model's own answers to the prompts of the data, drawn as "
+        "`rollout` says, instead of on the answers of the data.",
     )
     router_loss: Flag = Field(
         True, description="Mixtures of experts: add the router loss that the model config enables."
@@ -164,30 +180,12 @@ class ObjectiveConfig(Section):
         return given
 
     @rule
-    def _every_key_means_something(self) -> None:
-        check_has_options("objective.name", self.name, self.options)
-        for key in sorted({key for row in OBJECTIVES.values() for key in row.keys} - set(self.row.keys)):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"objective.{key}={getattr(self, key)} has no effect with objective.name={self.name}; set "
-                    f"objective.name={list_objectives(key=key)}, or remove it."
-                )
-
-    @rule
-    def _loss_is_of_this_objective(self) -> None:
-        losses = self.row.losses
-        if self.loss is not None and self.loss not in losses:
-            raise ValueError(
-                f"objective.loss={self.loss} is no loss of objective.name={self.name}; use {', '.join(losses)}."
-            )
-
-    @rule
     def _smoothing_has_a_meaning(self) -> None:
         wrong, loss = self.label_smoothing, self.loss_name
         if wrong and loss and loss not in SMOOTHED:
             raise ValueError(
                 f"objective.label_smoothing={wrong} has no effect with objective.loss={loss}; remove it, or set "
-                f"objective.loss={' or '.join(name for name in SMOOTHED if name in self.row.losses)}."
+                f"objective.loss={join_words([name for name in SMOOTHED if name in self.row.losses])}."
             )
         if loss == "exo_pair" and not wrong:
             raise ValueError(
@@ -222,9 +220,4 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 f"objective.beta={self.beta:g} is the teacher's share of a mixture; use a value between 0 and 1, or "
                 "objective.loss=forward or reverse, the limits of the divergence at 0 and 1."
-            )
-        if self.on_policy_fraction and self.top_k is not None:
-            raise ValueError(
-                f"objective.top_k={self.top_k} needs answers that the teacher has scored in advance, but "
-                f"objective.on_policy_fraction={self.on_policy_fraction:g} trains on new ones; remove one of them."
             )

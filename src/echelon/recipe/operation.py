@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from echelon.recipe.key_limits import OnlyWith
 from echelon.recipe.section import (
     Count,
     CountOrZero,
@@ -46,6 +47,8 @@ class CheckpointConfig(Section):
 class EvaluateConfig(Section):
     """What happens at each evaluation."""
 
+    around = "evaluate."
+
     batches: Count | None = Field(
         None, description="Global batches per evaluation and validation set. Default: the whole set, up to 200."
     )
@@ -56,11 +59,12 @@ class EvaluateConfig(Section):
         description="Benchmarks to run during training, by lm-eval: names of its tasks, task files of lm-eval "
         "(`mine.yaml`), or files of questions (`mine.jsonl`).",
     )
-    tasks_every: Every | None = Field(
-        None,
-        description="Steps (or `2 epochs`) between runs of the `tasks`, also after the last. Default: at evaluations.",
+    tasks_every: Annotated[Every | None, OnlyWith("evaluate.tasks")] = Field(
+        None, description="steps (or `2 epochs`) between runs of them, also after the last. Default: at evaluations."
     )
-    tasks_limit: Count | None = Field(None, description="Maximum number of examples of each task. Default: all.")
+    tasks_limit: Annotated[Count | None, OnlyWith("evaluate.tasks")] = Field(
+        None, description="maximum number of examples of each task. Default: all."
+    )
     early_stopping: Count | None = Field(
         None, description="Stop after this many consecutive evaluations without a better value."
     )
@@ -69,12 +73,6 @@ class EvaluateConfig(Section):
         description="What `early_stopping` and `checkpoint.keep_best` compare: the validation set whose loss is used, "
         "or a metric of a task, as `TASK/METRIC` (`arc_easy/acc_norm`). Default: the loss of all sets together.",
     )
-
-    @rule
-    def _tasks_are_there(self) -> None:
-        for name, value in (("tasks_every", self.tasks_every), ("tasks_limit", self.tasks_limit)):
-            if value is not None and not self.tasks:
-                raise ValueError(f"evaluate.{name}={value} has no meaning without evaluate.tasks; remove it.")
 
 
 class MlflowConfig(Section):

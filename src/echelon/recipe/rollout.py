@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from echelon.recipe.key_limits import OnlyWith
 from echelon.recipe.names import REWARD_MODEL, EnvironmentName, Options, RewardName, SamplerName
 from echelon.recipe.section import Count, CountOrZero, Number, Positive, Section, expand_list, expand_name
 
@@ -25,68 +26,73 @@ class EnvironmentConfig(Section):
     )
 
 
-OF_DISTILLATION = frozenset(("max_new_tokens", "temperature", "top_p", "top_k", "max_num_seqs"))
-"""The keys of `rollout` that on-policy distillation reads: each prompt has one answer, and nothing judges it."""
+_Environment = Annotated[
+    EnvironmentConfig,
+    BeforeValidator(partial(expand_name, key="name"), json_schema_input_type=EnvironmentConfig | EnvironmentName),
+]
+_JUDGED = OnlyWith("objective.name", ("grpo",))
+_DRAWN = OnlyWith("objective.name", ("grpo",), also="objective.on_policy_fraction")
+"""On-policy distillation reads these too: each prompt has one answer, and nothing judges it."""
 
 
 class RolloutConfig(Section):
     """The answers that the model gives in each step, on which it is then trained."""
 
-    group_size: Count = Field(8, description="Answers to each prompt, which are compared with each other.")
-    max_new_tokens: Count = Field(
-        256, description="Maximum tokens of an answer. A prompt may use the rest of `data.sequence_len`."
+    around = "rollout."
+
+    group_size: Annotated[Count, _JUDGED] = Field(
+        8, description="answers to each prompt, which are compared with each other."
     )
-    temperature: Positive = Field(1.0, description="Temperature of sampling. The loss is that of the same temperature.")
-    top_p: Number = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability.")
-    top_k: CountOrZero = Field(0, description="Sample from the k most likely tokens; 0: from all.")
-    environment: (
-        Annotated[
-            EnvironmentConfig,
-            BeforeValidator(
-                partial(expand_name, key="name"), json_schema_input_type=EnvironmentConfig | EnvironmentName
-            ),
-        ]
-        | None
-    ) = Field(
+    max_new_tokens: Annotated[Count, _DRAWN] = Field(
+        256, description="maximum tokens of an answer. A prompt may use the rest of `data.sequence_len`."
+    )
+    temperature: Annotated[Positive, _DRAWN] = Field(
+        1.0, description="temperature of sampling. The loss is that of the same temperature."
+    )
+    top_p: Annotated[Number, Field(gt=0, le=1), _DRAWN] = Field(
+        1.0, description="sample from the likeliest tokens with this total probability."
+    )
+    top_k: Annotated[CountOrZero, _DRAWN] = Field(0, description="sample from the k most likely tokens; 0: from all.")
+    environment: Annotated[_Environment | None, _JUDGED] = Field(
         None,
-        description="The class that replies to the model, for answers of several turns. A turn has at most "
+        description="the class that replies to the model, for answers of several turns. A turn has at most "
         "`max_new_tokens` tokens, a whole answer at most `data.sequence_len`. `environment: package.module:Name` is a "
         "shorthand.",
     )
-    sampler: SamplerName = Field(
+    sampler: Annotated[SamplerName, _JUDGED] = Field(
         "native",
-        description="What samples the answers: echelon, whose draws do not depend on the other answers, or the "
+        description="what samples the answers: echelon, whose draws do not depend on the other answers, or the "
         "continuous batching of transformers, with a copy of the weights (full fine-tuning, `parallel: ddp`).",
     )
-    lag: Annotated[CountOrZero, Field(le=1)] = Field(
+    lag: Annotated[CountOrZero, Field(le=1), _JUDGED] = Field(
         0,
         description="1: sample the answers of the next step before the updates of this one, so that their rewards "
         "are computed meanwhile. The importance ratio corrects for the older weights.",
     )
-    updates: Count = Field(
+    updates: Annotated[Count, _JUDGED] = Field(
         1,
-        description="Optimizer updates on the answers of a step. After the first, answers are weighted by how much "
+        description="optimizer updates on the answers of a step. After the first, answers are weighted by how much "
         "more likely they have become (the importance ratio), within `objective.clip`.",
     )
-    max_num_seqs: Count | Literal["auto"] = Field(
+    max_num_seqs: Annotated[Count | Literal["auto"], _DRAWN] = Field(
         "auto",
-        description="Maximum number of answers that a process samples at once; fewer if its memory is too small for "
+        description="maximum number of answers that a process samples at once; fewer if its memory is too small for "
         "them beside the weights and the optimizer.",
     )
-    skip: tuple[Literal["uniform", "truncated"], ...] = Field(
+    skip: Annotated[tuple[Literal["uniform", "truncated"], ...], _JUDGED] = Field(
         (),
-        description="Answers that are not trained on: `uniform`, groups in which all have the same reward, which have "
+        description="answers that are not trained on: `uniform`, groups in which all have the same reward, which have "
         "no gradient; `truncated`, those that `max_new_tokens` has cut off, whose rewards still count in the mean of "
         "their group.",
     )
-    max_mismatch: Positive | None = Field(
+    max_mismatch: Annotated[Positive | None, _JUDGED] = Field(
         None,
-        description="Stop the run when the log-probability of a token differs by more than this between the sampler "
+        description="stop the run when the log-probability of a token differs by more than this between the sampler "
         "and the training pass. The largest and the mean difference are in every row.",
     )
-    importance_cap: Positive | None = Field(
+    importance_cap: Annotated[Positive | None, _JUDGED] = Field(
         None,
-        description="Weight each token by its probability in the training pass over that of the sampler, at most this "
+        description="weight each token by its probability in the training pass over that of the sampler, at most this "
         "(truncated importance sampling).",
     )
 

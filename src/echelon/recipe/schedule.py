@@ -50,7 +50,7 @@ def find_fault(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> s
     """Return an error message if the schedule does not fit a run of this length, otherwise None."""
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
-    given = f"optim.warmup={config.warmup!r}" + (f" ({course.warmup} {unit})" if "%" in str(config.warmup) else "")
+    given = f"optim.warmup={config.warmup!r}" + (f" ({course.warmup} {unit})" if config.warms_up_by_share else "")
     if course.warmup > total:
         return f"{given} is more than the {total} {unit} of the whole run; use at most {total}."
     decay = Fraction(str(config.decay_fraction)) * total
@@ -77,7 +77,7 @@ def render_schedule(config: OptimConfig, num_steps: int, batches: BatchSchedule)
     rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
     steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
     unit = f" ({course.total:,} tokens)" if config.schedule_unit == "tokens" else ""
-    share = f" ({str(config.warmup).partition('%')[0]} % of the run)" if "%" in str(config.warmup) else ""
+    share = f" ({str(config.warmup).partition('%')[0]} % of the run)" if config.warms_up_by_share else ""
     warmup = f", warm-up over {course.warmup:,} {config.schedule_unit}{share}" if course.warmup else ""
     rates = ", ".join(f"{rate(step):.2e} at step {step + 1:,}" for step in steps)
     return f"schedule: {config.schedule} over {num_steps:,} steps{unit}{warmup}: {rates}"

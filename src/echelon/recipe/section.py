@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -15,21 +16,30 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     Strict,
     TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import override
 
 from echelon.ground.plugins import Plugins
+from echelon.recipe.key_limits import Case, OnlyWith
 
 PathOrText = TypeVar("PathOrText", Path, str)
 
 
 class Section(BaseModel):
     """A mapping in the recipe. Values cannot be reassigned; equal sections have equal hashes."""
+
+    around: ClassVar[str] = ""
+    """What its keys begin with in a recipe, such as `sync.`; only a section with rules on its keys has it."""
+
+    limits: ClassVar[tuple[Case, ...]] = ()
+    """What its keys, and those of sections in it, allow each other."""
 
     plugins: ClassVar[tuple[Plugins[Any], ...]] = ()
     """Those that have a section of their name in this one; their attribute `section` is its class, or None: a mapping
@@ -41,6 +51,27 @@ class Section(BaseModel):
     def __hash__(self) -> int:
         # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, smp).
         return hash((type(self), _hashable(self.__dict__)))
+
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> Self:
+        from echelon.recipe.refusals import find_limited, find_useless
+
+        inner = [part for part in self.__dict__.values() if isinstance(part, Section)]
+        useless = (find_useless(self, self.around), *(find_useless(part, part.around, self) for part in inner))
+        for message in chain(*useless, find_limited(self, self.limits, self.around)):
+            raise ValueError(message)
+        return self
+
+    @classmethod
+    @override
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        keys = handler.resolve_ref_schema(schema)["properties"]
+        for name, field in cls.model_fields.items():
+            needs = [only.describe(cls.around) for only in field.metadata if isinstance(only, OnlyWith)]
+            if any(needs):
+                keys[name]["description"] = f"With {' and '.join(needs)}: {field.description}"
+        return schema
 
 
 class OpenSection(Section):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from echelon.recipe.engines import ENGINES
-from echelon.recipe.names import DIALECTS, OneOf, OptimizerName, Options, OwnName, check_has_options
+from echelon.recipe.key_limits import OWN, OnlyWith
+from echelon.recipe.names import DIALECTS, ENGINES, OneOf, OptimizerName, Options, OwnName
 from echelon.recipe.section import (
     Count,
     Every,
@@ -189,12 +189,16 @@ def _check_warmup(value: Any) -> Any:
 class OptimConfig(Section):
     """The optimizer and the schedule of its learning rate."""
 
+    around = "optim."
+
     name: OptimizerName = Field(
         "adamw",
         description="The optimizer. `muon` updates the matrices of the layers, AdamW the rest. `adamw_8bit` keeps "
         "moments in 8 bits. The learning rate of `adafactor` is relative to the magnitude of each parameter.",
     )
-    options: Options = Field(None, description="Arguments of an optimizer of your own, by their names.")
+    options: Annotated[Options, OnlyWith("optim.name", (OWN,))] = Field(
+        None, description="Arguments of an optimizer of your own, by their names."
+    )
     learning_rate: Positive = Field(description="Peak learning rate of the schedule.")
     learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
         default_factory=dict,
@@ -229,8 +233,12 @@ class OptimConfig(Section):
         description="The linear warm-up: a number of steps, or `1B tokens`, `2%` of the run's steps, `2% of tokens`. "
         "In tokens, the whole schedule advances with them; that differs with `train.batch_ramp`.",
     )
-    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Fraction of the run in which `wsd` decays.")
-    polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
+    decay_fraction: Annotated[Number, Field(gt=0, le=1), OnlyWith("optim.schedule", ("wsd",))] = Field(
+        0.2, description="fraction of the run in which the learning rate decays."
+    )
+    polynomial_power: Annotated[Positive, OnlyWith("optim.schedule", ("polynomial",))] = Field(
+        2.0, description="the exponent."
+    )
     min_learning_rate_fraction: Number = Field(
         0.1,
         ge=0,
@@ -239,23 +247,12 @@ class OptimConfig(Section):
     )
 
     @rule
-    def _options_are_taken(self) -> None:
-        check_has_options("optim.name", self.name, self.options)
-
-    @rule
     def _betas_below_one(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
 
     @rule
     def _schedule_has_what_it_needs(self) -> None:
-        for key, schedule in (("decay_fraction", "wsd"), ("polynomial_power", "polynomial")):
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if value != default and self.schedule != schedule:
-                raise ValueError(
-                    f"optim.{key}={value:g} needs optim.schedule={schedule}, but the schedule is {self.schedule}; "
-                    "remove one."
-                )
         if self.schedule == "inverse_sqrt" and not self.warms_up:
             raise ValueError("optim.schedule=inverse_sqrt needs a warm-up; set optim.warmup, for example to 2%.")
 
@@ -265,6 +262,11 @@ class OptimConfig(Section):
         return self.warmup_of(100) > 0
 
     @property
+    def warms_up_by_share(self) -> bool:
+        """Whether the warm-up is a share of the run."""
+        return "%" in str(self.warmup)
+
+    @property
     def schedule_unit(self) -> Literal["steps", "tokens"]:
         """The unit in which the schedule advances."""
         return "tokens" if str(self.warmup).endswith("tokens") else "steps"
@@ -272,7 +274,7 @@ class OptimConfig(Section):
     def warmup_of(self, total: int) -> int:
         """The length of the warm-up in a run of `total` steps, or tokens; a share of it is rounded up."""
         number, _ = read_amount(self.warmup)
-        return math.ceil(number * total / 100) if "%" in str(self.warmup) else int(number)
+        return math.ceil(number * total / 100) if self.warms_up_by_share else int(number)
 
 
 def _default_betas(name: str | None) -> tuple[float, float]:
@@ -285,6 +287,8 @@ def _default_momentum(name: str | None) -> float:
 
 class ParallelConfig(Section):
     """Degrees of parallelism, if a name is not enough. Their product is the number of processes."""
+
+    around = "parallel."
 
     dp_replicate: Count | Literal["auto"] | None = Field(
         None,
@@ -310,21 +314,22 @@ class ParallelConfig(Section):
         None,
         description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order.",
     )
-    sequence_parallel: Flag | None = Field(
-        None,
-        description="With `tp`: norms and residuals are divided along the sequence among its processes. Absent: false.",
+    sequence_parallel: Annotated[Flag | None, OnlyWith("parallel.tp")] = Field(
+        None, description="norms and residuals are divided along the sequence among its processes. Absent: false."
     )
-    cp_method: CpMethod | None = Field(
+    cp_method: Annotated[CpMethod | None, OnlyWith("parallel.cp")] = Field(
         None,
-        description="With `cp`: `allgather` gathers keys and values, `ulysses` exchanges heads for positions, `ring` "
+        description="`allgather` gathers keys and values, `ulysses` exchanges heads for positions, `ring` "
         "sends keys and values around while it attends to them. Absent: `allgather`.",
     )
-    schedule: PipelineSchedule | None = Field(None, description="With `pp`: the pipeline schedule. Absent: `1f1b`.")
-    stages: tuple[Count, ...] | None = Field(
-        None, description="With `pp`: the decoder layers of each stage. Absent: stages of about equal cost."
+    schedule: Annotated[PipelineSchedule | None, OnlyWith("parallel.pp")] = Field(
+        None, description="the pipeline schedule. Absent: `1f1b`."
     )
-    microbatches: Count | None = Field(
-        None, description="With `pp`: microbatches of a step, in place of `train.micro_batch_size`."
+    stages: Annotated[tuple[Count, ...] | None, OnlyWith("parallel.pp")] = Field(
+        None, description="the decoder layers of each stage. Absent: stages of about equal cost."
+    )
+    microbatches: Annotated[Count | None, OnlyWith("parallel.pp")] = Field(
+        None, description="microbatches of a step, in place of `train.micro_batch_size`."
     )
     order: tuple[AxisName, ...] | None = Field(
         None, description="Order of the axes, outermost first. Absent: `[pp, dp_replicate, dp_shard, cp, tp]`."

@@ -12,7 +12,9 @@ from typing_extensions import override
 from echelon.ground.errors import ConfigError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_text
-from echelon.recipe.keys import KeyPath
+
+KeyPath = tuple[str | int, ...]
+"""Where a value is in a recipe: the keys around it, and positions in lists."""
 
 LONGEST_SHOWN = 80
 MAX_TEXT_BYTES = 2**20

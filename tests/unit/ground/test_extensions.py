@@ -127,7 +127,7 @@ def test_options_are_checked_against_the_class(package):
     recipe = build(objective__name=f"{package}:ZLoss", objective__options={"wait": 1})
     with pytest.raises(ConfigError, match=r"^objective.options=\{'wait': 1\} does not fit .* argument 'wait'\)"):
         check_extensions(recipe)
-    with pytest.raises(ConfigError, match=r"optim.options=\{'x': 1\} has no meaning with optim.name=lion"):
+    with pytest.raises(ConfigError, match=r"optim.options=\{x: 1\} has no effect with optim.name=lion"):
         build(optim__name="lion", optim__options={"x": 1})
 
 

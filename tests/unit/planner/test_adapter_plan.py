@@ -140,7 +140,7 @@ def test_a_name_that_is_not_counted_is_refused(adapter, message):
         (["adapter={modules_to_save: [norm]}"], "has no effect with adapter.method=full"),
         (
             ["adapter={method: lora, modules_to_save: [norm]}", "objective.name=dpo"],
-            "trains weights in place, and objective.name=dpo needs the original weights",
+            "objective.name=dpo needs the original weights, which this trains in place",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_config_that_contradicts_the_recipe_is_refused_by_key(tmp_path, config
     ("overrides", "message"),
     [
         (["optim.name=muon"], "optim.name=muon: engine=deepspeed flattens parameters"),
-        (["optim.name=adamw_8bit"], "use optim.name=adamw or sgd or lion"),
+        (["optim.name=adamw_8bit"], "use optim.name=adamw, sgd or lion"),
         (["optim.name=adafactor"], "optim.name=adafactor: engine=deepspeed"),
         (["parallel={tp: 2}"], "parallel.tp=2: engine=deepspeed runs the whole model on every process"),
         (["parallel={pp: 2}"], "parallel.pp=2: engine=deepspeed"),
@@ -111,7 +111,7 @@ def test_a_config_that_contradicts_the_recipe_is_refused_by_key(tmp_path, config
 def test_what_it_cannot_run_is_refused_when_the_recipe_is_read(tmp_path, overrides, message) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, "engine=deepspeed", *overrides)
-    assert message in str(caught.value) and "or engine=native." in str(caught.value)
+    assert message in str(caught.value) and str(caught.value).endswith("engine=native.")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_its_settings_without_it_are_refused(tmp_path) -> None:
 
 
 def test_parameters_are_offloaded_only_with_the_optimizer(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"set deepspeed\.offload_optimizer=true too"):
+    with pytest.raises(ConfigError, match=r"or deepspeed\.offload_optimizer=true"):
         load_text(tmp_path, SMALL, "engine=deepspeed", "deepspeed.offload_parameters=true")
 
 

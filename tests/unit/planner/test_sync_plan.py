@@ -38,7 +38,7 @@ def test_defaults_depend_on_the_name():
     [
         (
             {"replicas": 2},
-            "sync.replicas=2 has no effect with sync.name=every_step; set sync.name: local_sgd or diloco",
+            "sync.replicas=2 has no effect with sync.name=every_step; set sync.name: local_sgd, diloco or quorum",
         ),
         (
             {"name": "local_sgd", "outer_momentum": 0.5},
@@ -48,7 +48,7 @@ def test_defaults_depend_on_the_name():
         ({"name": "quorum", "every": 4}, "sync.every=4 has no effect with sync.name=quorum; set sync.name: local_sgd"),
         (
             {"name": "quorum", "compress": {"method": "bf16"}},
-            "method=bf16 does not work with sync.name=quorum; use none",
+            "method=bf16: sync.name=quorum does not send in this form; use sync.compress.method=none.",
         ),
         ({"name": "quorum", "min_replicas": 3}, "sync.min_replicas=3 is more than sync.replicas=2, so after a loss"),
         ({"min_replicas": 2}, "sync.min_replicas=2 "),
@@ -56,7 +56,7 @@ def test_defaults_depend_on_the_name():
         ({"name": "parameter_server", "replicas": 2}, "sync.replicas=2 has no effect with sync.name=parameter_server"),
         (
             {"name": "parameter_server", "max_staleness": 2, "aggregate": "sum"},
-            "sync.aggregate=sum needs sync.max_staleness: 0",
+            "sync.aggregate=sum: sync.max_staleness=2 applies the gradient of each process alone; use sync.aggregate=w",
         ),
         (
             {"name": "parameter_server", "staleness_compensation": 0.5},
@@ -65,12 +65,12 @@ def test_defaults_depend_on_the_name():
         ({"max_staleness": None}, "sync.max_staleness=null has no effect with sync.name=every_step"),
         (
             {"name": "parameter_server", "compress": {"method": "sign"}},
-            "method=sign does not work with sync.name=parameter_server; use none, bf16, fp16, int8, topk",
+            "method=sign: sync.name=parameter_server does not send in this form; use sync.compress.method=none, bf16, ",
         ),
         ({"overlap": True}, "sync.overlap=true has no effect with sync.name=every_step"),
         ({"name": "diloco", "replicas": 1}, "sync.replicas=1: sync.name=diloco synchronizes at least two"),
-        ({"compress": {"method": "int8"}}, "method=int8 does not work with sync.name=every_step; use none, bf16"),
-        ({"name": "diloco", "compress": {"method": "topk"}}, "method=topk does not work with sync.name=diloco"),
+        ({"compress": {"method": "int8"}}, "method=int8: sync.name=every_step does not send in this form; use s"),
+        ({"name": "diloco", "compress": {"method": "topk"}}, "method=topk: sync.name=diloco does not send"),
         ({"compress": {"rank": 8}}, "sync.compress.rank=8 has no effect with sync.compress.method=none"),
         ({"compress": {"method": "powersgd", "fraction": 0.5}}, "sync.compress.fraction=0.5 has no effect"),
     ],

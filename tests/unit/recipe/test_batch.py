@@ -161,7 +161,7 @@ MIXED = BOTH.replace("[{path: text.txt}]", "[{path: a.txt, weight: 2}, b.txt]")
         (SMALL, ("train.eval_every=0 epochs",), "train.eval_every=0 epochs must be a number of steps, or of passes"),
         (SMALL, ("train.eval_every=1.5",), "train.eval_every=1.5 must be a number of steps, or of passes over the"),
         (SMALL, ("train.eval_every=2 hours",), "train.eval_every=2 hours must be a number of steps, or of passes"),
-        (MIXED, (), "checkpoint.every='1 epochs' is not defined for sources with a weight, which have no epoch in"),
+        (MIXED, (), "checkpoint.every='1 epochs' is not defined for sources with a weight, which have epochs of"),
         (MIXED, ("checkpoint.every=9",), "train.eval_every='0.5 epochs' is not defined for sources with a weight"),
     ],
 )

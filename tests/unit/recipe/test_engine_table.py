@@ -13,7 +13,8 @@ from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.plan_lines import describe_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe, find_refused
-from echelon.recipe.engines import ENGINES, EngineRow, Limit
+from echelon.recipe.key_limits import Limit
+from echelon.recipe.names import ENGINES, EngineRow
 from echelon.run.lifecycle.model_checks import check_model
 from tests.docs.reference import replace_table
 from tests.unit.recipe_samples import SMALL, load_text
@@ -29,10 +30,6 @@ ROW = EngineRow(
     ),
     check="tests.unit.recipe.test_engine_table:check_batch",
 )
-
-
-def refused_in(recipe):
-    return find_refused(recipe, recipe.engine)
 
 
 def check_batch(recipe, plan):
@@ -73,14 +70,14 @@ def plan_of(recipe: Recipe):
 
 
 def test_a_limit_names_key_value_rule_and_way_out(tmp_path) -> None:
-    assert list(refused_in(recipe_of(tmp_path, "optim.name=lion"))) == [
+    assert list(find_refused(recipe_of(tmp_path, "optim.name=lion"))) == [
         "optim.name=lion: engine=toy has no kernel of it; use optim.name=adamw or sgd, or engine=native."
     ]
 
 
 def test_an_engine_can_run_objectives_from_outside_and_none_with_a_reference(tmp_path) -> None:
     own = load_text(tmp_path, SMALL, "engine=deepspeed", "objective.name=my_parts:focal")[0]
-    assert not list(refused_in(own))
+    assert not list(find_refused(own))
     with pytest.raises(
         ConfigError, match=r"name=dpo: engine=deepspeed has no .*use objective.name=causal_lm or package"
     ):
@@ -92,13 +89,13 @@ def test_an_engine_can_run_objectives_from_outside_and_none_with_a_reference(tmp
 
 
 def test_keys_of_a_mapping_are_checked_only_in_a_mapping(tmp_path) -> None:
-    assert not list(refused_in(recipe_of(tmp_path, "parallel=zero1")))
-    [message] = refused_in(recipe_of(tmp_path, "parallel={tp: 2}"))
+    assert not list(find_refused(recipe_of(tmp_path, "parallel=zero1")))
+    [message] = find_refused(recipe_of(tmp_path, "parallel={tp: 2}"))
     assert message.startswith("parallel.tp=2: engine=toy does not divide matrices")
 
 
 def test_native_refuses_nothing(tmp_path) -> None:
-    assert not list(refused_in(load_text(tmp_path, SMALL, "optim.name=lion", "parallel={tp: 2}")[0]))
+    assert not list(find_refused(load_text(tmp_path, SMALL, "optim.name=lion", "parallel={tp: 2}")[0]))
 
 
 def test_auto_chooses_from_the_strategies_of_the_engine_and_leaves_compile_off(tmp_path) -> None:

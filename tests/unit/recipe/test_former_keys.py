@@ -10,7 +10,7 @@ from echelon.ground.errors import ConfigError
 from echelon.recipe.draft import Draft
 from echelon.recipe.former_keys import FORMER as FORMER_KEYS
 from echelon.recipe.former_keys import read_former, replace_former
-from echelon.recipe.load import build_recipe
+from echelon.recipe.load import build_recipe, parse_recipe
 from echelon.recipe.render import recipe_mapping
 from tests.unit.recipe_samples import RECIPE
 
@@ -61,6 +61,10 @@ def test_keys_of_sagemaker_are_parts_of_the_request():
 def test_both_spellings_are_refused():
     with pytest.raises(ConfigError, match=r"train\.old is now train\.new, which is also given"):
         replace_former(Draft({"train": {"old": 1, "new": 2}}, {}, "recipe.yaml"), FORMER)
+    for key, new in {"objective.clip_low": "clip: [0, 1]", "train.float8_scaling": "precision: fp8_rowwise"}.items():
+        section, _, old = key.partition(".")
+        with pytest.raises(ConfigError, match=f"line 1: {key} is now {section}.*, which is also given"):
+            parse_recipe(f"{section}: {{{old}: 0, {new}}}", "recipe.yaml")
 
 
 def test_an_override_in_the_earlier_spelling_wins_over_the_file(monkeypatch):

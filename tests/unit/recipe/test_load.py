@@ -171,11 +171,11 @@ def test_a_rendered_recipe_loads_as_an_equal_recipe(tmp_path: Path, override: st
         ("config: {model_type: llama, hidden_size: 64}", "new_tokens: ['']\n  checkpoint: base",
          "line 3: model.new_tokens has an empty name; remove it."),
         ("tokenizer: bytes", "tokenizer: bytes\nobjective: {name: dpo}\nadapter: {method: lora, init: pissa}",
-         "line 6: adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with "
-         "them as they were;"),
+         "line 6: adapter.init=pissa: objective.name=dpo compares with the frozen weights as they were, which this "
+         "start changes; use adapter.init=default, or adapter.method=full, which keeps a copy."),
         ("sequence_len: 64", "sequence_len: 64\n  document_mask: false\nobjective: {name: dpo}",
-         "line 8: data.document_mask=false lets documents of a sequence attend to each other, and "
-         "objective.name=dpo has"),
+         "line 8: data.document_mask=false: objective.name=dpo has both answers of a pair in one sequence, where they "
+         "must not attend to each other; use data.document_mask=auto or true."),
         ("global_batch_size: 8", "global_batch_tokens: 60", "line 10: train.global_batch_tokens=60 is "
          "not a whole number of sequences of data.sequence_len=64; use 64."),
     ],

@@ -85,7 +85,7 @@ def test_an_error_has_a_fault_for_each_wrong_key_with_its_line(tmp_path):
         # Rules of sections: the value is that of the recipe, also if it has spaces.
         ("run.name=a b; c", "run.name", "a b; c",
          "use letters, digits, '.', '_' and '-', and a letter or digit first"),
-        ("adapter.r=8", "adapter.r", "8", "set adapter.method to lora, qlora or dora, or remove it"),
+        ("adapter.r=8", "adapter.r", "8", "set adapter.method: lora, qlora or dora, or remove r"),
         ("optim.warmup=3 epochs", "optim.warmup", "3 epochs", "use a number such as 100"),
         ("data.validation=[{path: x, weight: 3}]", "data.validation.0.weight", "3", "remove it"),
     ],

@@ -131,11 +131,8 @@ def test_settings_that_do_not_fit_the_run_are_refused():
         (["optim.warmup=5 epochs"], "optim.warmup=5 epochs must be a number of steps, or such as 1B tokens, 2%"),
         (["optim.warmup=1.5"], "optim.warmup=1.5 must be a number of steps"),
         (["optim.warmup='5'"], "optim.warmup='5' must be a number of steps"),
-        (
-            ["optim.decay_fraction=0.3"],
-            "optim.decay_fraction=0.3 needs optim.schedule=wsd, but",
-        ),
-        (["optim.schedule=linear", "optim.polynomial_power=3"], "optim.polynomial_power=3 needs"),
+        (["optim.decay_fraction=0.3"], "=0.3 has no effect with optim.schedule=cosine; set optim.schedule: wsd, or r"),
+        (["optim.schedule=linear", "optim.polynomial_power=3"], "power=3 has no effect with optim.schedule=linear"),
         (["optim.schedule=inverse_sqrt"], "needs a warm-up; set optim.warmup, for example to 2%"),
         (["optim.schedule=inverse_sqrt", "optim.warmup=0 tokens"], "set optim.warmup, for example to 2%"),
         (

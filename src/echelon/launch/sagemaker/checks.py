@@ -12,8 +12,8 @@ from echelon.ground.extras import EXTRAS
 from echelon.planner.hardware.instances import cluster_of
 from echelon.planner.hardware.job_machines import JobMachines
 from echelon.recipe.document import Recipe
-from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.launch_sections import LaunchConfig
+from echelon.recipe.names import ENGINES, NATIVE
 from echelon.recipe.operation import CheckpointConfig
 from echelon.recipe.sagemaker_sections import SageMakerConfig
 

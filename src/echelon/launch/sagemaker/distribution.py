@@ -16,9 +16,9 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.sagemaker.request_patch import TABLE
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.engines import NATIVE
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.messages import explain_errors
+from echelon.recipe.names import NATIVE
 from echelon.recipe.render import recipe_mapping
 from echelon.recipe.synchronization import EVERY_STEP, PARAMETER_SERVER
 

@@ -3,7 +3,7 @@
 from pkgutil import resolve_name
 
 from echelon.learn.engines.engine import Engine, EngineSpec, Evaluation, NonFinite, Rehearsal
-from echelon.recipe.engines import ENGINES
+from echelon.recipe.names import ENGINES
 
 __all__ = ["Engine", "EngineSpec", "Evaluation", "NonFinite", "Rehearsal", "build_engine"]
 

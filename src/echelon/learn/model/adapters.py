@@ -34,7 +34,7 @@ from echelon.learn.model.quantization import (
 )
 from echelon.learn.model.seeds import derive_seed
 from echelon.learn.model.sharding import local_part, whole, write_part
-from echelon.planner.adapter_plan import ROW_MULTIPLE, select_experts
+from echelon.planner.adapter_plan import ROW_MULTIPLE, check_ranks, check_rows, select_experts
 from echelon.planner.experts import find_expert_weights, find_unadaptable
 
 if TYPE_CHECKING:
@@ -216,8 +216,6 @@ def check_adapter(model: nn.Module, adapter: "AdapterConfig") -> None:
     Raises:
         ConfigError: the message names the key and a valid value.
     """
-    from echelon.planner.adapter_limits import check_ranks, check_rows  # only checks before a run need them
-
     find_saved(model, adapter)
     targets = find_targets(model, adapter)
     if not targets and adapter.target_modules:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from echelon.ground.errors import ConfigError
 from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.hardware.links import Links
 from echelon.planner.layer_time import LayerTime, Step
@@ -171,19 +170,9 @@ class Axis:
 
     name: ClassVar[str]
     """The field of a plan, and the key of `parallel`, with its degree."""
-    options: ClassVar[tuple[str, ...]] = ()
-    """The keys of `parallel` that have an effect only with a degree above 1."""
 
     def check_options(self, parallel: ParallelConfig, shape: ModelShape) -> None:
-        """Raise ConfigError for an option without the degree that it belongs to, or one that does not fit the model."""
-        for option in self.options:
-            value = getattr(parallel, option)
-            if value and getattr(parallel, self.name) == 1:
-                shown = list(value) if isinstance(value, tuple) else str(value).lower()
-                raise ConfigError(
-                    f"parallel.{option}={shown} has an effect only with parallel.{self.name} above 1; set {self.name}, "
-                    f"or remove {option}."
-                )
+        """Raise ConfigError for an option that does not fit the degree or the model."""
 
     def settings(self, parallel: ParallelConfig, world: int, shape: ModelShape, sequence_len: int) -> dict[str, Any]:
         """Return the fields of a plan for `world` processes that this axis sets.

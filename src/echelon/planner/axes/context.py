@@ -24,7 +24,6 @@ _FP32_BYTES = 4
 
 class _Context(Axis):
     name = "cp"
-    options = ("cp_method",)
 
     @override
     def settings(self, parallel: ParallelConfig, world: int, shape: ModelShape, sequence_len: int) -> dict[str, Any]:

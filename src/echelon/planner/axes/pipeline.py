@@ -43,11 +43,9 @@ _MAX_TRIED = 16
 
 class _Pipeline(Axis):
     name = "pp"
-    options = ("schedule", "stages", "microbatches")
 
     @override
     def check_options(self, parallel: ParallelConfig, shape: ModelShape) -> None:
-        super().check_options(parallel, shape)
         pp, stages, num_layers = parallel.pp, parallel.stages, shape.num_layers
         if pp > num_layers:
             raise ConfigError(

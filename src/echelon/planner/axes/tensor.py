@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 class _Tensor(Axis):
     name = "tp"
-    options = ("sequence_parallel",)
 
     @override
     def settings(self, parallel: ParallelConfig, world: int, shape: ModelShape, sequence_len: int) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
 from echelon.learn.model.model_folder import find_config_folder, find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
-from echelon.planner.adapter_limits import check_adapter_shape, check_packages
+from echelon.planner.adapter_plan import check_adapter_shape, check_packages
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape, count_scores, with_scores
 from echelon.planner.plan_fields import list_uncounted
 from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.recipe.document import Recipe
-from echelon.recipe.engines import ENGINES, NATIVE
 from echelon.recipe.inputs import AdapterConfig, TrainedTokenizerConfig
 from echelon.recipe.load import load_recipe
+from echelon.recipe.names import ENGINES, NATIVE
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
 from echelon.run.lifecycle.extension_checks import describe_extensions

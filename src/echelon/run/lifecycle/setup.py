@@ -305,7 +305,7 @@ def describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) -> 
         f"schedule: the run is {now:,} steps long now, not {before:,}, and continues on the learning rate of the "
         f"longer run: {last:.2e} at step {step:,}, {following:.2e} at step {step + 1:,}"
     )
-    if "%" in str(recipe.optim.warmup):
+    if recipe.optim.warms_up_by_share:
         warmups = [find_warmup(version.optim, version.num_steps(num_samples), version.batches) for version in recipes]
         yield (
             f"optim.warmup={recipe.optim.warmup!r} applies to the longer run: the warm-up was "

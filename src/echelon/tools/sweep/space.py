@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from echelon.ground.errors import ConfigError, DataError, HubUnreachableError, PlanError
 from echelon.recipe.aliases import ALIASES
 from echelon.recipe.document import Recipe
-from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, recipe_keys
+from echelon.recipe.keys import dotted, find_unknown_keys, nearest_key, recipe_keys
 from echelon.recipe.load import COMMAND_LINE, EXCLUSIVE_KEYS, load_recipe
-from echelon.recipe.yaml_text import render_inline, show_value
+from echelon.recipe.yaml_text import KeyPath, render_inline, show_value
 from echelon.run.lifecycle.model_checks import check_model, find_checkpoint_out_of_reach
 from echelon.tools.sweep.sweep_file import RangeConfig, Sweep
 

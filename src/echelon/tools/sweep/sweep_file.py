@@ -9,10 +9,10 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import read_text
 from echelon.recipe.draft import Draft
-from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
+from echelon.recipe.keys import dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.section import AnyPath, Count, CountOrZero, Flag, Number, Positive, Section, folder_name, rule
-from echelon.recipe.yaml_text import MAX_TEXT_BYTES, parse_yaml, show_value
+from echelon.recipe.yaml_text import MAX_TEXT_BYTES, KeyPath, parse_yaml, show_value
 
 Metric = Literal[
     "eval_loss", "best_eval_loss", "eval_bits_per_byte", "eval_reward_accuracy", "eval_reward_margin",

@@ -22,7 +22,7 @@ ENGINE = ("engine=tensorflow", "train.precision=fp32")
         ("train.precision=bf16", "train.precision=bf16: engine=tensorflow computes in fp32"),
         ("train.activation_checkpointing=full", "train.activation_checkpointing=full: engine=tensorflow keeps"),
         ("sync={name: local_sgd, replicas: 2}", "sync.name=local_sgd: engine=tensorflow sums the gradients"),
-        ("tensorflow.tpu=local", "tensorflow.tpu=local is for tensorflow.strategy=tpu, and the recipe has"),
+        ("tensorflow.tpu=local", "tensorflow.tpu=local has no effect with tensorflow.strategy=multi_worker; set"),
         ("tensorflow.strategy=horovod", "does not compile against TensorFlow 2.21; use engine=horovod"),
         ("tensorflow.strategy=parameter_server", "use sync.name=parameter_server with engine=native."),
     ],

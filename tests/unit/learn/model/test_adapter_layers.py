@@ -21,7 +21,7 @@ from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.parts import disabled_adapter
 from echelon.learn.model.quantization import QuantizedLinear
 from echelon.learn.model.weights import grown, initialize_buffers, weight_places
-from echelon.planner.adapter_limits import check_packages
+from echelon.planner.adapter_plan import check_packages
 from echelon.recipe.inputs import AdapterConfig
 from tests.families import small_config, small_model
 

@@ -155,7 +155,7 @@ def test_vocabularies_that_are_padded_differently_share_their_tokens():
             "objective.beta=0.3 has no effect with objective.loss",
         ),
         ({"name": "distill", "teacher": "big", "loss": "jsd", "beta": 1.0}, "use a value between 0 and 1"),
-        ({"name": "distill", "teacher": "big", "loss": "ipo"}, "is no loss of objective.name=distill; use forward, re"),
+        ({"name": "distill", "teacher": "big", "loss": "ipo"}, "has other losses; use objective.loss=forward, re"),
         (
             {"teacher": "big"},
             "objective.teacher=big has no effect with objective.name=causal_lm",

@@ -177,11 +177,11 @@ def test_a_recipe_builds_the_objective(tmp_path, section, expected):
 
 
 REFUSED = {
-    "{name: dpo, gamma: 1.0}": r"gamma=1.0 has no effect with objective.name=dpo; set objective.name=simpo, or remove",
-    "{name: orpo, sft_weight: 1.0}": r"sft_weight=1.0 has no effect .* objective.name=dpo, simpo, cpo or distill, or",
-    "{beta: 1.0}": r"beta=1.0 has no effect with objective.name=causal_lm; set objective.name=dpo, orpo, simpo, cpo, k",
-    "{name: cpo, loss: robust}": r"loss=robust is no loss of objective.name=cpo; use sigmoid, hinge, ipo",
-    "{name: dpo, loss: ipo, label_smoothing: 0.1}": r"no effect with objective.loss=ipo; remove it, or .*sigmoid or r",
+    "{name: dpo, gamma: 1.0}": r"gamma=1 has no effect with objective.name=dpo; set objective.name: simpo, or remove",
+    "{name: orpo, sft_weight: 1.0}": r"sft_weight=1 has no effect .* objective.name: dpo, simpo, cpo or distill, or",
+    "{beta: 1.0}": r"beta=1 has no effect with objective.name=causal_lm; set objective.name: dpo, orpo, simpo, cpo, k",
+    "{name: cpo, loss: robust}": r"loss=robust: objective.name=cpo has other losses; use .*=sigmoid, hinge or ipo",
+    "{name: dpo, loss: ipo, label_smoothing: 0.1}": r"no effect with objective.loss=ipo; .*sigmoid, robust or e",
     "{name: dpo, loss: exo_pair}": r"label_smoothing=0 makes it infinite; set objective.label_smoothing, for example",
 }
 

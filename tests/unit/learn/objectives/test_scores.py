@@ -174,7 +174,7 @@ def test_labels_in_the_recipe():
     ):
         with pytest.raises(ValueError, match=message):
             ObjectiveConfig(name="classification", labels=labels)
-    with pytest.raises(ValueError, match=r"has no effect with objective.name=reward; set objective.name=classific"):
+    with pytest.raises(ValueError, match=r"has no effect with objective.name=reward; set objective.name: classific"):
         ObjectiveConfig(name="reward", labels=["no", "yes"])
 
 

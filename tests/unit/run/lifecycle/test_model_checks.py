@@ -5,7 +5,7 @@ import pytest
 from echelon.ground.errors import ConfigError
 from echelon.learn.model.adapters import apply_adapter, check_adapter
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.planner.adapter_limits import check_adapter_shape
+from echelon.planner.adapter_plan import check_adapter_shape
 from echelon.planner.shape import build_shape
 from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import is_counted
