@@ -47,13 +47,13 @@ def find_checkpoint(folder: Path) -> Checkpoint:
 
     def find() -> Checkpoint:
         siblings = {checkpoint.path.name: checkpoint for checkpoint in find_checkpoints(folder.parent)}
-        found = [siblings[folder.name]] if folder.name in siblings else find_checkpoints(folder)
-        if not found:
+        checkpoints = [siblings[folder.name]] if folder.name in siblings else find_checkpoints(folder)
+        if not checkpoints:
             raise CheckpointError(
                 f"{folder} has no checkpoint (step-NNNNNNNN); give a folder that Learner.save has written."
             )
-        check_files(found[-1].path, checksums=True)
-        return found[-1]
+        check_files(checkpoints[-1].path, checksums=True)
+        return checkpoints[-1]
 
     return agree(find)
 

@@ -81,8 +81,8 @@ class EvalResult:
 
     @property
     def _token_loss(self) -> float | None:
-        known = self.measures.get(_TOKEN_LOSS)
-        return None if not self.is_per_token else self.loss if known is None else known
+        token_loss = self.measures.get(_TOKEN_LOSS)
+        return None if not self.is_per_token else self.loss if token_loss is None else token_loss
 
     @property
     def perplexity(self) -> float | None:
@@ -104,12 +104,12 @@ class EvalResult:
         """
         if not self.labels:
             return dict(self.measures)
-        found = self.labels.values()
-        known = [counts.f1 for counts in found if counts.f1 is not None]
+        counts_of_labels = self.labels.values()
+        scores = [counts.f1 for counts in counts_of_labels if counts.f1 is not None]
         return {
             **self.measures,
-            "accuracy": sum(counts.right for counts in found) / self.count if self.count else None,
-            "macro_f1": sum(known) / len(known) if known else None,
+            "accuracy": sum(counts.right for counts in counts_of_labels) / self.count if self.count else None,
+            "macro_f1": sum(scores) / len(scores) if scores else None,
             "labels": {name: asdict(counts) for name, counts in self.labels.items()},
         }
 
@@ -181,8 +181,8 @@ def _join(results: Sequence[EvalResult]) -> tuple[dict[str, float | None], dict[
 def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
     """Return the mean over the terms of all results; None if there are none, or one of the values is unknown."""
     counted = [(value, result.count) for value, result in zip(values, results, strict=True) if result.count]
-    known = [value * count for value, count in counted if value is not None]
-    return sum(known) / sum(count for _, count in counted) if counted and len(known) == len(counted) else None
+    terms = [value * count for value, count in counted if value is not None]
+    return sum(terms) / sum(count for _, count in counted) if counted and len(terms) == len(counted) else None
 
 
 def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
@@ -226,9 +226,9 @@ def sum_up(
         add_up(num_terms)
         microbatches = with_batch_means(objective, microbatches, num_terms.clamp(min=1), evaluation.run, add_up)
     for microbatch in microbatches:
-        here = microbatch.to(device)
-        sums[:2] += count_labels(objective, here)
-        sums[2:] += evaluation.sums(here)
+        on_device = microbatch.to(device)
+        sums[:2] += count_labels(objective, on_device)
+        sums[2:] += evaluation.sums(on_device)
     add_up(sums)
     return build_result(objective, sums.tolist(), None)
 

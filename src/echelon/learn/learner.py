@@ -147,10 +147,10 @@ class Learner(ModelPasses):
     def count_targets(self, batch: StepBatch, loss: Objective | LossFn | None = None) -> Targets:
         """Count a step's targets over all microbatches, as tensors on the device. Collective."""
         objective = self.find_objective(loss)
-        own = torch.stack([objective.count(microbatch) for microbatch in batch.microbatches]).sum()
-        shared = own.clone()
+        count = torch.stack([objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+        shared = count.clone()
         self.meshes.sum_over_readers(shared)
-        return Targets(own, shared)
+        return Targets(count, shared)
 
     def forward_backward(
         self, batch: StepBatch, loss: Objective | LossFn | None = None, step: int | None = None

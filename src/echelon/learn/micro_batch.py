@@ -91,16 +91,16 @@ def fit_micro_batch(
         engine = build(fitting)
     if fitting is plan:
         return engine, plan, rehearsal.memory
-    tried, found = plan.micro_batch_size, fitting.micro_batch_size
-    if found < tried and recipe.train.micro_batch_size != "auto":
+    tried, fits = plan.micro_batch_size, fitting.micro_batch_size
+    if fits < tried and recipe.train.micro_batch_size != "auto":
         raise PlanError(
             f"train.micro_batch_size={tried}: {first_short} ran out of memory in the rehearsal of a step; set "
-            f"train.micro_batch_size={found}, which fits, or auto."
+            f"train.micro_batch_size={fits}, which fits, or auto."
         )
     lines = []
-    if found < tried:
+    if fits < tried:
         lines.append(
-            f"micro_batch_size auto: halved to {found}, because {first_short} ran out of memory with {tried} in the "
+            f"micro_batch_size auto: halved to {fits}, because {first_short} ran out of memory with {tried} in the "
             f"rehearsal of a step; a step has {fitting.num_microbatches} microbatches now"
         )
     if fitting.activation_checkpointing != plan.activation_checkpointing:

@@ -230,15 +230,15 @@ class OpenedModel(ModelPasses):
     def stops(self) -> list[int]:
         """Those of generation_config.json, else the tokenizer's. Raises ConfigError."""
         model, generation = self.model, self.model.generation_config
-        given = generation.eos_token_id if generation is not None else None
-        if given is None:
+        ends = generation.eos_token_id if generation is not None else None
+        if ends is None:
             return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        ids = given if isinstance(given, list) else [given]
+        ids = ends if isinstance(ends, list) else [ends]
         size = model.config.get_text_config(decoder=True).vocab_size
         if not all(type(token) is int and 0 <= token < size for token in ids):
             path = Path(model.config.name_or_path) / "generation_config.json"
             raise ConfigError(
-                f"{path}: eos_token_id={str(given)[:100]} must be one id of the model's vocabulary (0 to {size - 1}), "
+                f"{path}: eos_token_id={str(ends)[:100]} must be one id of the model's vocabulary (0 to {size - 1}), "
                 "or a list of them; correct it, or remove the file."
             )
         return ids

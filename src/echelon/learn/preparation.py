@@ -27,26 +27,26 @@ def open_recipe(recipe: Recipe, plan: ParallelPlan | None) -> tuple[EngineSpec, 
     runtime = join_group()
     commits = agree(lambda: find_commits(recipe, {}))
     fetch_models(recipe, commits)
-    here = with_copies(recipe, commits)
-    data = prepare_data(here)  # a lock lets one process of a machine prepare, and the others wait
-    check_teacher(here, data.tokenizer)
-    data = open_taught(here, data)
-    config = resolve_config(here, data.vocab_size, data.tokenizer, data.padding)
+    local = with_copies(recipe, commits)
+    data = prepare_data(local)  # a lock lets one process of a machine prepare, and the others wait
+    check_teacher(local, data.tokenizer)
+    data = open_taught(local, data)
+    config = resolve_config(local, data.vocab_size, data.tokenizer, data.padding)
     if plan is None:
-        has_adapter = here.adapter.is_adapter
-        plan = agree(lambda: _resolve_plan(here, build_shape(config.to_dict(), has_adapter), data, runtime))
+        has_adapter = local.adapter.is_adapter
+        plan = agree(lambda: _resolve_plan(local, build_shape(config.to_dict(), has_adapter), data, runtime))
     elif plan.world_size != dist.get_world_size():
         raise PlanError(
             f"the plan is for {plan.world_size} processes, and this job has {dist.get_world_size()}; start as "
             "many as the plan needs, or pass plan=None."
         )
-    elif plan.sequence_len != here.data.sequence_len:
+    elif plan.sequence_len != local.data.sequence_len:
         raise PlanError(
-            f"the plan is for sequences of {plan.sequence_len} tokens, and data.sequence_len={here.data.sequence_len}; "
-            "give the plan that sequence_len, or pass plan=None."
+            f"the plan is for sequences of {plan.sequence_len} tokens, and data.sequence_len="
+            f"{local.data.sequence_len}; give the plan that sequence_len, or pass plan=None."
         )
     meshes = build_mesh(plan, runtime.device.type, runtime.is_one_machine)
-    return EngineSpec(here, config, plan, meshes, runtime.device), data
+    return EngineSpec(local, config, plan, meshes, runtime.device), data
 
 
 def _resolve_plan(recipe: Recipe, shape: ModelShape, data: PreparedData, runtime: Runtime) -> ParallelPlan:

@@ -77,22 +77,22 @@ def open_taught(recipe: Recipe, data: PreparedData) -> PreparedData:
     """
     if recipe.objective.top_k is None:
         return data
-    wanted = describe_values(recipe, data)
-    source, found = Path(wanted.teacher), [pair for pair in find_records(data) if pair[1].fits(wanted)]
+    values = describe_values(recipe, data)
+    source, records = Path(values.teacher), [pair for pair in find_records(data) if pair[1].fits(values)]
     fingerprint = fingerprint_model(source) if is_run(source) or is_model_folder(source) else None
-    own = [pair for pair in found if fingerprint in (None, pair[1].fingerprint)]
-    if len(own) == 1:
-        return with_teacher(data, *own[0])
-    command = f"`echelon data RECIPE --teacher {wanted.teacher} --top-k {wanted.top_k}`"
-    if own:
+    pairs = [pair for pair in records if fingerprint in (None, pair[1].fingerprint)]
+    if len(pairs) == 1:
+        return with_teacher(data, *pairs[0])
+    command = f"`echelon data RECIPE --teacher {values.teacher} --top-k {values.top_k}`"
+    if pairs:
         raise ConfigError(
-            f"{_KEY}={wanted.teacher} does not exist here, and {data.path} has the values of {len(own)} teachers; copy "
-            "the teacher to that path, or delete the folders of the other teachers."
+            f"{_KEY}={values.teacher} does not exist here, and {data.path} has the values of {len(pairs)} teachers; "
+            "copy the teacher to that path, or delete the folders of the other teachers."
         )
-    known = sorted({record.teacher for _, record in found})
-    made = f" The values there were made by other weights ({', '.join(known)})." if known else ""
+    teachers = sorted({record.teacher for _, record in records})
+    made = f" The values there were made by other weights ({', '.join(teachers)})." if teachers else ""
     raise ConfigError(
-        f"objective.top_k={wanted.top_k}: the log-probabilities of {_KEY}={wanted.teacher} for the data in {data.path} "
-        f"are not prepared (objective.temperature={wanted.temperature:g}, data.sequence_len={wanted.sequence_len})."
+        f"objective.top_k={values.top_k}: the log-probabilities of {_KEY}={values.teacher} for the data in {data.path} "
+        f"are not prepared (objective.temperature={values.temperature:g}, data.sequence_len={values.sequence_len})."
         f"{made} Run {command}, or remove objective.top_k to have the teacher in memory."
     )

@@ -102,8 +102,8 @@ def _with_local_teacher(recipe: Recipe) -> Recipe:
     name = recipe.objective.teacher
     if name is None or not is_hub_name(name):
         return recipe
-    here = fetch(HubModel(name, "objective.teacher", Part.WEIGHTS, recipe.model.trust_remote_code))
-    return recipe.model_copy(update={"objective": recipe.objective.model_copy(update={"teacher": str(here)})})
+    path = fetch(HubModel(name, "objective.teacher", Part.WEIGHTS, recipe.model.trust_remote_code))
+    return recipe.model_copy(update={"objective": recipe.objective.model_copy(update={"teacher": str(path)})})
 
 
 def _check_room(folder: Path, data: PreparedData, record: TaughtRecord, pieces: Sequence[TaughtPart]) -> None:
@@ -123,11 +123,11 @@ def _check_room(folder: Path, data: PreparedData, record: TaughtRecord, pieces: 
 
 
 def _count_bytes(folder: Path, pieces: Sequence[TaughtPart]) -> int:
-    found = 0
+    num_bytes = 0
     for piece in pieces:
         with suppress(FileNotFoundError):
-            found += (folder / piece.name).stat().st_size
-    return found
+            num_bytes += (folder / piece.name).stat().st_size
+    return num_bytes
 
 
 @dataclass(frozen=True)
@@ -245,23 +245,23 @@ class _Reader:
         for start in range(piece.start, piece.stop, at_once):
             batch = read_in_order(piece.dataset, start, min(at_once, piece.stop - start), piece.stop)
             counts += (batch.labels != IGNORE).sum(1).tolist()
-            for found in self._read(batch.to(self._device)):
-                tokens.append(found[0])
-                scores.append(found[1])
+            for predictions in self._read(batch.to(self._device)):
+                tokens.append(predictions[0])
+                scores.append(predictions[1])
         write_piece(self._folder / piece.name, self._record, counts, np.concatenate(tokens), np.concatenate(scores))
 
     def _read(self, batch: Microbatch) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Return the values of a batch's targets in order, a chunk of tokens at a time: [n, k] and [n, k + 1]."""
         record = self._record
-        found: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+        pairs: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
 
         def compute(outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
             _, state, read = outputs.lazy_logits()
             rows = state.flatten(0, 1)[(batch.labels != IGNORE).flatten()]
             for chunk in torch.split(rows, logits_chunk_tokens(record.vocab_size, self._device.type, False)):
                 tokens, scores = top_scores(read(chunk) / record.temperature, record.num_tokens)
-                found.append((tokens.cpu().numpy(), scores.cpu().numpy()))
+                pairs.append((tokens.cpu().numpy(), scores.cpu().numpy()))
             return state.new_zeros(())
 
         self._module(batch, compute)
-        return found
+        return pairs

@@ -52,11 +52,11 @@ def _describe_elsewhere(machines: Any) -> Mapping[str, Any]:
 def _join_warmup(old: Mapping[str, Any], optim: Mapping[str, Any]) -> Any:
     """The warm-up with its unit, which is that of the schedule too. Two lengths make a text that is refused."""
     warmup = optim.get("warmup")
-    given = {name: old[name] for name in ("warmup_steps", "warmup_tokens", "warmup_fraction") if old.get(name)}
-    if len(given) + bool(warmup) > 1:
+    values = {name: old[name] for name in ("warmup_steps", "warmup_tokens", "warmup_fraction") if old.get(name)}
+    if len(values) + bool(warmup) > 1:
         both = {"warmup": warmup} if warmup else {}
-        return " and ".join(f"{name}={value}" for name, value in (given | both).items())
-    for name, value in given.items():
+        return " and ".join(f"{name}={value}" for name, value in (values | both).items())
+    for name, value in values.items():
         warmup = f"{value} tokens" if name == "warmup_tokens" else value
     if old.get("schedule_unit", "steps") == "steps" or str(warmup).endswith("tokens"):
         return warmup or 0

@@ -28,8 +28,8 @@ def subsection(annotation: Any) -> type[Section] | None:
     """Return the section in a type such as `Section`, `str | Section` or `tuple[Section, ...]`; None without one."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    found = (subsection(argument) for argument in get_args(annotation))
-    return next((section for section in found if section), None)
+    sections = (subsection(argument) for argument in get_args(annotation))
+    return next((section for section in sections if section), None)
 
 
 @cache

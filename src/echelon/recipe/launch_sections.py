@@ -139,10 +139,10 @@ class VolumeConfig(Section):
     @rule
     def _one_source(self) -> None:
         names = ("claim", "host_path", "secret_name", "source")
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
+        taken = [name for name in names if getattr(self, name) is not None]
+        if len(taken) != 1:
             raise ValueError(
-                f"launch.kubernetes.volumes: the volume at {self.mount} has {' and '.join(given) or 'no source'}; give "
+                f"launch.kubernetes.volumes: the volume at {self.mount} has {' and '.join(taken) or 'no source'}; give "
                 "exactly one of claim, host_path, secret_name and source."
             )
         if self.source is not None and len(self.source) != 1:

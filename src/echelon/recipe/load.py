@@ -81,10 +81,10 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
 
 def _read_deepspeed(draft: Draft) -> None:
     """Replace the path in `deepspeed.config` by the content of that file. Raises ConfigError if it is not JSON."""
-    if isinstance(given := draft.get(("deepspeed",)), str):
+    if isinstance(value := draft.get(("deepspeed",)), str):
         raise ConfigError(
-            f"{draft.origin(('deepspeed',))}: deepspeed={given} must be a mapping of keys; to train with DeepSpeed set "
-            f"engine: deepspeed and deepspeed: {{config: {given}}}; for ZeRO without it set parallel: zero1, zero2 or "
+            f"{draft.origin(('deepspeed',))}: deepspeed={value} must be a mapping of keys; to train with DeepSpeed set "
+            f"engine: deepspeed and deepspeed: {{config: {value}}}; for ZeRO without it set parallel: zero1, zero2 or "
             "fsdp (ZeRO-3)."
         )
     key = ("deepspeed", "config")
@@ -105,8 +105,8 @@ def _read_deepspeed(draft: Draft) -> None:
 
 def _translate_dialects(draft: Draft) -> list[str]:
     """Replace a section in another tool's spelling by the keys that it stands for; return lines for the user."""
-    given = [key for key in DIALECTS.own if draft.holds((key,)) or draft.get(("engine",)) == key]
-    return [line for key in given for line in DIALECTS[key](draft)]
+    dialects = [key for key in DIALECTS.own if draft.holds((key,)) or draft.get(("engine",)) == key]
+    return [line for key in dialects for line in DIALECTS[key](draft)]
 
 
 def _read_text(path: Path) -> str:

@@ -86,8 +86,8 @@ def _explain_rule(message: str, origin: str, draft: Draft) -> tuple[str, Fault]:
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in named.split("."))
     place = draft.origin(path)
     place = origin if place == draft.source else place
-    given = None if draft.get(path) is None else _show(path, draft)
-    value = given if given is not None and given in message else fault.value
+    shown = None if draft.get(path) is None else _show(path, draft)
+    value = shown if shown is not None and shown in message else fault.value
     return f"{place}: {message}", replace(fault, place=place, key=named or None, value=value)
 
 
@@ -138,14 +138,14 @@ def read_fault(message: str) -> Fault:
     place, if there is one; what is wrong, beginning with the key and its value, if it is about one; the fix after the
     last semicolon, or on the last line.
     """
-    place = _PLACE.match(message)
-    text = message[place.end() :] if place else message
+    origin = _PLACE.match(message)
+    text = message[origin.end() :] if origin else message
     found = _FIX.fullmatch(text)
     rest, fix = (found["rest"], found["fix"].removesuffix(".")) if found else (text.removesuffix("."), None)
     key, value, rule = _read_subject(rest)
     if fix is None and _ADVICE.match(rule):
         rule, fix = "", rule
-    return Fault(place["place"] if place else None, key, value, rule or None, fix)
+    return Fault(origin["place"] if origin else None, key, value, rule or None, fix)
 
 
 def _read_subject(text: str) -> tuple[str | None, str | None, str]:

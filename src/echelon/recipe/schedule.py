@@ -50,16 +50,16 @@ def find_fault(config: OptimConfig, num_steps: int, batches: BatchSchedule) -> s
     """Return an error message if the schedule does not fit a run of this length, otherwise None."""
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
-    given = f"optim.warmup={config.warmup!r}" + (f" ({course.warmup} {unit})" if config.warms_up_by_share else "")
+    shown = f"optim.warmup={config.warmup!r}" + (f" ({course.warmup} {unit})" if config.warms_up_by_share else "")
     if course.warmup > total:
-        return f"{given} is more than the {total} {unit} of the whole run; use at most {total}."
+        return f"{shown} is more than the {total} {unit} of the whole run; use at most {total}."
     decay = Fraction(str(config.decay_fraction)) * total
     if config.schedule == "wsd" and course.warmup + decay > total:
         most = math.floor(1000 * (total - course.warmup) / total) / 1000
         remedy = f"use at most {most}, or a shorter warm-up" if most else "use a shorter warm-up"
         return (
             f"optim.decay_fraction={config.decay_fraction} of the run's {total} {unit} is {float(decay):g}, and "
-            f"{given} leaves {total - course.warmup}; {remedy}."
+            f"{shown} leaves {total - course.warmup}; {remedy}."
         )
     return None
 

@@ -115,10 +115,10 @@ def distinct(key: str) -> AfterValidator:
     """The check of a list of names that none is empty and none occurs twice. A word instead of a list has a meaning."""
 
     def check(words: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        for place, word in enumerate(words if isinstance(words, tuple) else ()):
+        for index, word in enumerate(words if isinstance(words, tuple) else ()):
             if not word.strip():
                 raise ValueError(f"{key} has an empty name; remove it.")
-            if word in words[:place]:
+            if word in words[:index]:
                 raise ValueError(f"{key} has {word!r} twice; remove one.")
         return words
 

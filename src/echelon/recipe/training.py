@@ -83,11 +83,11 @@ class CheckpointingConfig(Section):
 
     @rule
     def _exactly_one_way(self) -> None:
-        given = [key for key, value in self if value is not None]
-        if len(given) != 1:
+        set_keys = [key for key, value in self if value is not None]
+        if len(set_keys) != 1:
             raise ValueError(
                 "train.activation_checkpointing takes one of every, memory_budget and mlp_tiles, for example "
-                f"{{every: 2}} or {{memory_budget: 0.5}}; {' and '.join(given) or 'none of them'} are given."
+                f"{{every: 2}} or {{memory_budget: 0.5}}; {' and '.join(set_keys) or 'none of them'} are given."
             )
 
 
@@ -165,12 +165,12 @@ class TrainConfig(Section):
     def _exactly_one_length_and_one_batch(self) -> None:
         for keys, what in ((STEP_KEYS, "how long to train"), (BATCH_KEYS, "the global batch")):
             names = ", ".join(f"train.{key}" for key in keys[:-1]) + f" and train.{keys[-1]}"
-            given = [f"train.{key}={getattr(self, key)}" for key in keys if getattr(self, key) is not None]
-            if not given:
+            choices = [f"train.{key}={getattr(self, key)}" for key in keys if getattr(self, key) is not None]
+            if not choices:
                 raise ValueError(f"one of {names} must set {what}; add one.")
-            if len(given) > 1:
+            if len(choices) > 1:
                 raise ValueError(
-                    f"{' and '.join(given)} are both given, but only one of {names} can set {what}; keep one."
+                    f"{' and '.join(choices)} are both given, but only one of {names} can set {what}; keep one."
                 )
 
 

@@ -191,16 +191,16 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
                 origins[(*path, index)] = f"{source}, line {item.start_mark.line + 1}"
                 visit(item, (*path, index), around)
         elif isinstance(node, yaml.MappingNode):
-            here: dict[Any, str] = {}
+            lines: dict[Any, str] = {}
             for key_node, value_node in node.value:
                 line = f"{source}, line {key_node.start_mark.line + 1}"
                 if not isinstance(key_node, yaml.ScalarNode):
                     raise ConfigError(f"{line}: a key must be a word, not a list or a mapping; put it in quotes.")
                 check(key_node, around)
                 key = "<<" if key_node.tag == _TAG + "merge" else loader.construct_object(key_node, deep=True)
-                if key in here:
-                    raise ConfigError(f"{line}: {key} is given twice (first at {here[key]}); keep one.")
-                here[key] = origins[(*path, key)] = line
+                if key in lines:
+                    raise ConfigError(f"{line}: {key} is given twice (first at {lines[key]}); keep one.")
+                lines[key] = origins[(*path, key)] = line
                 visit(value_node, (*path, key), around)
 
     visit(root, ())

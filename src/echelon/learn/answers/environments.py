@@ -104,9 +104,9 @@ def _serve(connection: Connection, config: EnvironmentConfig) -> None:
 
 def _find(config: EnvironmentConfig) -> Callable[[], Environment]:
     key = f"{KEY}.name"
-    found: type[Environment] = find_of_user(key, config.name, ENVIRONMENTS, Environment)
-    check_options(key, config.name, found, 0, config.options)
-    return lambda: found(**(config.options or {}))
+    kind: type[Environment] = find_of_user(key, config.name, ENVIRONMENTS, Environment)
+    check_options(key, config.name, kind, 0, config.options)
+    return lambda: kind(**(config.options or {}))
 
 
 class _Host:
@@ -137,10 +137,10 @@ class _Host:
         if number not in self._environments:
             return Reply(problem="ended with the process in which it ran")
         try:
-            found: Any = await _settle(self._environments[number].step(answer))
-            if not isinstance(found, tuple) or len(found) != 3:
-                return Reply(problem=f"returned {_shorten(found)} from step, and not (text, reward, done)")
-            said, reward, is_done = _check_said(found[0]), float(found[1]), bool(found[2])
+            reply: Any = await _settle(self._environments[number].step(answer))
+            if not isinstance(reply, tuple) or len(reply) != 3:
+                return Reply(problem=f"returned {_shorten(reply)} from step, and not (text, reward, done)")
+            said, reward, is_done = _check_said(reply[0]), float(reply[1]), bool(reply[2])
         except Exception as error:  # it is the user's code
             return _failed("step", error)
         if not abs(reward) <= MAX_REWARD:  # NaN too

@@ -254,15 +254,15 @@ class AnswerJudge:
 
 def describe_rewards(recipe: Recipe, rewards: Tensor, parts: Mapping[str, Tensor]) -> RewardStats:
     """Return what answers earned, those of a group next to each other; as in Rewarded."""
-    known = ~rewards.isnan()
+    has_reward = ~rewards.isnan()
     groups = rewards.view(-1, recipe.rollout.group_size)
     return RewardStats(
         float(rewards.nanmean()),
-        float(_are_solved(recipe, rewards)[known].double().mean()) if _knows_full(recipe) else None,
-        float(spread_of(groups[known.view_as(groups).any(1)]).mean()),
+        float(_are_solved(recipe, rewards)[has_reward].double().mean()) if _knows_full(recipe) else None,
+        float(spread_of(groups[has_reward.view_as(groups).any(1)]).mean()),
         float(are_uniform(groups).double().mean()),
         float(spread_of(rewards[None])),
-        float((~known).double().mean()),
+        float((~has_reward).double().mean()),
         {name: (float(part.nanmean()), float(spread_of(part[None]))) for name, part in parts.items()},
     )
 
@@ -274,10 +274,12 @@ def _knows_full(recipe: Recipe) -> bool:
 
 def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
     """Return how many answers were judged, how many have the full reward, their summed rewards and tokens, [4]."""
-    known = ~judged.rewards.isnan()
+    has_reward = ~judged.rewards.isnan()
     solved = _are_solved(recipe, judged.rewards)
     tokens = torch.tensor([sum(written) for written in rollouts.written])
-    return torch.stack([known.sum(), solved.sum(), judged.rewards[known].sum(), tokens[known].sum()]).double()
+    return torch.stack(
+        [has_reward.sum(), solved.sum(), judged.rewards[has_reward].sum(), tokens[has_reward].sum()]
+    ).double()
 
 
 def _are_solved(recipe: Recipe, rewards: Tensor) -> Tensor:

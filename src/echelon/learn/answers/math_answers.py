@@ -38,12 +38,12 @@ def math(answers: Sequence[str], records: Sequence[Record], field: str = "answer
 
 
 def _compare(answer: str, solution: str, field: str) -> float | str:
-    wanted = _read_solution(solution)
-    if not wanted:
+    expected = _read_solution(solution)
+    if not expected:
         return f"the record's field {field} is no formula"
     try:
         with _limited():
-            return float(verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None))
+            return float(verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None))
     except _TooLong:
         return 0.0
 
@@ -53,8 +53,8 @@ def _read_solution(text: str) -> list[Any]:
     formula = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
     try:
         with _limited():
-            found: list[Any] = parse(formula, parsing_timeout=None)
-            return found
+            parsed: list[Any] = parse(formula, parsing_timeout=None)
+            return parsed
     except _TooLong:
         return []
 

@@ -33,10 +33,10 @@ def number(
 
 
 def _compare(answer: str, record: Record, field: str, tolerance: float) -> float | str:
-    given, wanted = _last_number(answer), _last_number(str(record[field]))
-    if wanted is None:
+    answered, expected = _last_number(answer), _last_number(str(record[field]))
+    if expected is None:
         return f"the record's field {field} has no number"
-    return float(given is not None and abs(given - wanted) <= tolerance * max(1.0, abs(wanted)))
+    return float(answered is not None and abs(answered - expected) <= tolerance * max(1.0, abs(expected)))
 
 
 def _last_number(text: str) -> float | None:

@@ -123,13 +123,13 @@ class Asked:
             TrainingError: the process has ended, or was ended, and cannot be started again.
         """
         if self._scores is None:
-            found = [self._receive(index, reward) for index, reward in enumerate(self._rewards)]
+            received = [self._receive(index, reward) for index, reward in enumerate(self._rewards)]
             failures = [
                 f"reward.{index} ({reward.name}) {problem}."
-                for index, (reward, (_, problem)) in enumerate(zip(self._rewards, found, strict=True))
+                for index, (reward, (_, problem)) in enumerate(zip(self._rewards, received, strict=True))
                 if problem is not None
             ]
-            parts = [values for values, _ in found]
+            parts = [values for values, _ in received]
             weights = [reward.weight for reward in self._rewards]
             total = [
                 sum(weight * part[number] for weight, part in zip(weights, parts, strict=True))
@@ -154,8 +154,8 @@ class Asked:
         problem = self._problem
         try:
             if problem is None:
-                found: Found = self._process.receive(reward.timeout_seconds)
-                return found
+                judged: Found = self._process.receive(reward.timeout_seconds)
+                return judged
         except TimeoutError:
             problem = f"did not answer within reward.{index}.timeout_seconds={reward.timeout_seconds:g}"
         except ChildProcessError as error:
@@ -199,26 +199,26 @@ def _serve(connection: Connection, rewards: Sequence[RewardConfig]) -> None:
 
 def _find(index: int, reward: RewardConfig) -> Callable[..., Any]:
     key = f"reward.{index}.name"
-    found = find_of_user(key, reward.name, REWARDS)
-    if not inspect.isfunction(found):
+    part = find_of_user(key, reward.name, REWARDS)
+    if not inspect.isfunction(part):
         raise ConfigError(
-            f"{key}={reward.name}: it must be a function of (answers, records), but it is a {type(found).__name__}."
+            f"{key}={reward.name}: it must be a function of (answers, records), but it is a {type(part).__name__}."
         )
-    check_parameters(key, reward.name, found, ("answers", "records"), "a reward", _FORM)
-    check_options(key, reward.name, found, 2, reward.options)
-    return found
+    check_parameters(key, reward.name, part, ("answers", "records"), "a reward", _FORM)
+    check_options(key, reward.name, part, 2, reward.options)
+    return part
 
 
 def _judge(function: Callable[..., Any], reward: RewardConfig, answers: list[str], records: list[Any]) -> Found:
     """Call a function, and check what it returns."""
     none = [math.nan] * len(answers)
     try:
-        found = function(answers, records, **(reward.options or {}))
-        if inspect.isawaitable(found):
-            found = asyncio.run(_wait_for(found))
-        if not isinstance(found, list | tuple) and not hasattr(found, "tolist"):  # as arrays and tensors have
-            return none, f"returned a {type(found).__name__}, and not a list with a number for each answer"
-        values = list(found)
+        rewards = function(answers, records, **(reward.options or {}))
+        if inspect.isawaitable(rewards):
+            rewards = asyncio.run(_wait_for(rewards))
+        if not isinstance(rewards, list | tuple) and not hasattr(rewards, "tolist"):  # as arrays and tensors have
+            return none, f"returned a {type(rewards).__name__}, and not a list with a number for each answer"
+        values = list(rewards)
         numbers = [math.nan if value is None or isinstance(value, str) else float(value) for value in values]
     except Exception as error:  # it is the user's code
         return none, f"raised {type(error).__name__}: {first_line(error)}"

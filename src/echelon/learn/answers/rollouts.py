@@ -148,22 +148,22 @@ def generate(
         return number >= len(rows) or tokens[-1] in ends
 
     def agree(goes_on: bool) -> bool:
-        wanted = torch.tensor(goes_on, dtype=torch.long, device=device)
-        all_reduce(wanted, meshes.loss, dist.ReduceOp.MAX)
-        return bool(wanted)
+        still_sampled = torch.tensor(goes_on, dtype=torch.long, device=device)
+        all_reduce(still_sampled, meshes.loss, dist.ReduceOp.MAX)
+        return bool(still_sampled)
 
     holders = None if meshes.tp is None else meshes.tp.get_group()
     peers = [group for group in (holders, meshes.cp) if group is not None]
     padded, seeds = rows + [(0,)] * fill, seeds + [0] * fill
-    found = continue_prompts(passes, padded, sampling, seeds, device, has_ended, agree, peers, width, max_num_seqs)[
-        : len(rows)
-    ]
+    continuations = continue_prompts(
+        passes, padded, sampling, seeds, device, has_ended, agree, peers, width, max_num_seqs
+    )[: len(rows)]
     return Rollouts(
         rows,
-        [tuple(answer.tokens) for answer in found],
-        [torch.tensor(answer.log_probabilities, dtype=torch.float32) for answer in found],
-        [torch.tensor(answer.at_temperature, dtype=torch.float32) for answer in found],
-        [answer.tokens[-1] in ends for answer in found],
+        [tuple(answer.tokens) for answer in continuations],
+        [torch.tensor(answer.log_probabilities, dtype=torch.float32) for answer in continuations],
+        [torch.tensor(answer.at_temperature, dtype=torch.float32) for answer in continuations],
+        [answer.tokens[-1] in ends for answer in continuations],
         place,
         most,
     )

@@ -284,7 +284,7 @@ class _Moving(_Batch):
         return entering, logits[copies]
 
     def _keep(self, going: list[_Row]) -> None:
-        places = [place for place, row in enumerate(self.rows) if not row.has_ended]
+        places = [index for index, row in enumerate(self.rows) if not row.has_ended]
         if len(places) < len(self.rows):
             self._cache.select(torch.tensor(places, device=self._device))
         self.rows = going
@@ -319,7 +319,7 @@ def _read_last(advance: Advance, rows: Sequence[_Row], device: torch.device) -> 
     """Read the newest token of each row. Returns the logits of the rows that have not ended."""
     ids = torch.tensor([row.found.tokens[-1:] for row in rows], device=device)
     logits = advance(ids, torch.ones_like(ids, dtype=torch.bool))
-    going = [place for place, row in enumerate(rows) if not row.has_ended]
+    going = [index for index, row in enumerate(rows) if not row.has_ended]
     return logits if len(going) == len(rows) else logits[going]
 
 
@@ -346,4 +346,4 @@ class _Uncached:
 
 def find_end(tokens: Sequence[int], stops: Collection[int]) -> int:
     """Return the place of the first stop token; the number of tokens if there is none."""
-    return next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+    return next((index for index, token in enumerate(tokens) if token in stops), len(tokens))

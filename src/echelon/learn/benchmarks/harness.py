@@ -79,9 +79,9 @@ class Tasks:
             text = f"include: {path.resolve()}\ntask: {read_task_name(path, asked)}\n"
             Path(self._folder.name, f"{number}.yaml").write_text(text, encoding="utf-8")
         folders = [self._folder.name, *(str(path) for path in include if not path.is_file())]
-        known = set(manager(include_path=folders, include_defaults=False).all_tasks)
+        task_names = set(manager(include_path=folders, include_defaults=False).all_tasks)
         # The files of its own tasks are thousands, which are read only if one is asked for.
-        needs_own = any(isinstance(task, str) and task not in known for task in self._given)
+        needs_own = any(isinstance(task, str) and task not in task_names for task in self._given)
         self._manager = _keep_loaded(manager)(include_path=folders, include_defaults=needs_own)
         for task in self._given:
             if isinstance(task, str) and not self._manager.match_tasks([task]):

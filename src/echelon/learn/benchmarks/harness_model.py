@@ -99,8 +99,8 @@ class TrainingModel(AnyPrefix):
         if not requests:
             return []
         with self._batches_of(self._num_rows):
-            own = super()._loglikelihood_tokens(self._share(requests), disable_tqdm=True)
-        return self._join(own, len(requests))
+            scored = super()._loglikelihood_tokens(self._share(requests), disable_tqdm=True)
+        return self._join(scored, len(requests))
 
     @override
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
@@ -119,7 +119,7 @@ class TrainingModel(AnyPrefix):
         sampling = read_sampling(options, max_length - width)
         prompts = [row[kept].tolist() or [self.prefix_token_id] for row, kept in zip(context, filled, strict=True)]
         ends = {self.eot_token_id, *self._learner.stops}
-        own, meshes = self._share(prompts), self._learner.meshes
+        share, meshes = self._share(prompts), self._learner.meshes
 
         def has_ended(number: int, tokens: Sequence[int]) -> bool:
             text = self.tok_decode(tokens)
@@ -127,16 +127,16 @@ class TrainingModel(AnyPrefix):
 
         def agree(goes_on: bool) -> bool:
             self._before_pass()
-            wanted = torch.tensor(goes_on, dtype=torch.long, device=self.device)
-            all_reduce(wanted, meshes.loss, dist.ReduceOp.MAX)
-            return bool(wanted)
+            still_sampled = torch.tensor(goes_on, dtype=torch.long, device=self.device)
+            all_reduce(still_sampled, meshes.loss, dist.ReduceOp.MAX)
+            return bool(still_sampled)
 
-        seeds = [row_seed(0, " ".join(map(str, prompt)), 0) for prompt in own]
+        seeds = [row_seed(0, " ".join(map(str, prompt)), 0) for prompt in share]
         peers = [group for group in (None if meshes.tp is None else meshes.tp.get_group(), meshes.cp) if group]
-        found = continue_prompts(
-            self._evaluation, own, sampling, seeds, self.device, has_ended, agree, peers, width=width
+        continuations = continue_prompts(
+            self._evaluation, share, sampling, seeds, self.device, has_ended, agree, peers, width=width
         )
-        answers = self._join([row.tokens for row in found], len(prompts))
+        answers = self._join([row.tokens for row in continuations], len(prompts))
         end = self.tokenizer.pad_token_id
         longest = max(map(len, answers))
         rows = [answer + [end] * (longest - len(answer)) for answer in answers]
@@ -144,8 +144,8 @@ class TrainingModel(AnyPrefix):
 
     def _share(self, values: list[Any]) -> list[Any]:
         """Return this rank's share; the last ones are filled up, so that all ranks have as many."""
-        own = values[self._own :: self._size]
-        return own + values[:1] * (-(-len(values) // self._size) - len(own))
+        share = values[self._own :: self._size]
+        return share + values[:1] * (-(-len(values) // self._size) - len(share))
 
     def _join(self, own: list[Any], count: int) -> list[Any]:
         """Return the results of all shares, in the order of the requests. Collective."""
@@ -168,15 +168,15 @@ def read_sampling(options: Mapping[str, Any], max_tokens: int) -> Sampling:
 
     Raises ConfigError for an option that echelon's generation does not have, such as `num_beams`.
     """
-    wanted = {name: value for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT}
-    if unknown := sorted(wanted.keys() - _SAMPLING):
+    effective = {name: value for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT}
+    if unknown := sorted(effective.keys() - _SAMPLING):
         raise ConfigError(
-            f"evaluate.tasks: a task sets generation_kwargs.{unknown[0]}={wanted[unknown[0]]}, which cannot be used "
+            f"evaluate.tasks: a task sets generation_kwargs.{unknown[0]}={effective[unknown[0]]}, which cannot be used "
             "during training; run it afterwards with `echelon eval --lm-eval`, or remove it."
         )
     if not options.get("do_sample"):
-        wanted["temperature"] = 0.0
-    return Sampling(max_tokens=max_tokens, **wanted)
+        effective["temperature"] = 0.0
+    return Sampling(max_tokens=max_tokens, **effective)
 
 
 class KnowsNothing(LM):  # type: ignore[misc]

@@ -149,7 +149,7 @@ class Footprint:
         names = [moment.name for moment in moments]
         end = len(names) - 1
         # Microbatches whose activations were there at once: the marks between the last hidden states and the end.
-        count = end - 1 - max((place for place, name in enumerate(names) if name == _HIDDEN), default=end)
+        count = end - 1 - max((index for index, name in enumerate(names) if name == _HIDDEN), default=end)
         begin, hidden, loss = end - 3 * count, end - count - 1, end - count
         at_once = [*(_BEGIN, _HIDDEN) * count, *(_LOSS,) * count, _END]
         if count < 1 or names[begin:] != at_once or names.count(_BEGIN) != names.count(_LOSS):

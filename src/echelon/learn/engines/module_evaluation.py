@@ -44,8 +44,8 @@ class ModuleEvaluation(Evaluation):
 
     @override
     def logits(self, input_ids: Tensor) -> Tensor:
-        found = self._module(self._pad(input_ids), lambda outputs, _: outputs.logits())
-        return found[:, : input_ids.shape[1]]
+        logits = self._module(self._pad(input_ids), lambda outputs, _: outputs.logits())
+        return logits[:, : input_ids.shape[1]]
 
     @override
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:

@@ -233,14 +233,14 @@ class NativeEngine(Engine):
 
     @override
     def clip(self, max_norm: float | None) -> Tensor:
-        found = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
         if self._loss_scale is not None:
-            self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
+            self._loss_scale.unscale(local_part(gradient) for gradient in gradients.values())
         elsewhere = self.parallel.counted_elsewhere
-        norm = global_norm([gradient for name, gradient in found.items() if name not in elsewhere], self._stages)
+        norm = global_norm([gradient for name, gradient in gradients.items() if name not in elsewhere], self._stages)
         self._is_finite = torch.isfinite(norm)
         if max_norm is not None:
-            clip_gradients(list(found.values()), max_norm, norm)
+            clip_gradients(list(gradients.values()), max_norm, norm)
         return norm
 
     @override
@@ -368,8 +368,8 @@ class NativeEngine(Engine):
 
     @override
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: parameter.grad for name, parameter in self.trained.items()}
-        return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
+        gradients = {name: parameter.grad for name, parameter in self.trained.items()}
+        return {name: local_part(gradient) for name, gradient in gradients.items() if gradient is not None}
 
     @override
     def describe_adapter(self) -> AdapterContent:

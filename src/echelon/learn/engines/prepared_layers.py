@@ -153,8 +153,8 @@ def _choose_flash_3(
     skeleton: PreTrainedModel, recipe: Recipe, dtype: torch.dtype, meshes: Meshes, device: torch.device
 ) -> str | None:
     """Have the flash kernels be those of version 3 if all ranks can; return the line for the user. Collective."""
-    here = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
-    if _agree(here, meshes):
+    has_flash_3 = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
+    if _agree(has_flash_3, meshes):
         return _FLASH_3
     deactivate_flash_3()
     return None

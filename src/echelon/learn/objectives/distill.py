@@ -96,8 +96,8 @@ class DistillationLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss: see `LossFn`. `extra` has `TOKENS` and `SCORES`, or `teacher_logits`."""
-        found = _read(logits, extra, self.temperature)
-        total = (self._diverge(found.model, found.teacher) * (labels != IGNORE)).sum()
+        read = _read(logits, extra, self.temperature)
+        total = (self._diverge(read.model, read.teacher) * (labels != IGNORE)).sum()
         if self.sft_weight:
             total = total + self.sft_weight * F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         return total

@@ -136,16 +136,16 @@ def spread_of(rewards: Tensor) -> Tensor:
 
 def are_uniform(rewards: Tensor) -> Tensor:
     """Return which groups have no two rewards that differ, bool [groups, 1]. `rewards`: as in `spread_of`."""
-    known = ~rewards.isnan()
-    lowest = rewards.where(known, math.inf).amin(1, keepdim=True)
-    return lowest >= rewards.where(known, -math.inf).amax(1, keepdim=True)
+    has_reward = ~rewards.isnan()
+    lowest = rewards.where(has_reward, math.inf).amin(1, keepdim=True)
+    return lowest >= rewards.where(has_reward, -math.inf).amax(1, keepdim=True)
 
 
 def _centre(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rewards less the mean of their group, 0 where there is none, and how many each group has."""
-    known = ~rewards.isnan()
-    count, values = known.sum(1, keepdim=True), rewards.nan_to_num(0.0)
-    return (values - values.sum(1, keepdim=True) / count.clamp(min=1)) * known, count
+    has_reward = ~rewards.isnan()
+    count, values = has_reward.sum(1, keepdim=True), rewards.nan_to_num(0.0)
+    return (values - values.sum(1, keepdim=True) / count.clamp(min=1)) * has_reward, count
 
 
 def build_grpo(config: ObjectiveConfig) -> GRPO:

@@ -53,15 +53,15 @@ class KTO(Objective):
     @override
     def batch_sums(self, batch: Microbatch, run: RunFn) -> Tensor:
         exist, good = _answers(batch)
-        found = [(good * exist).sum()]
+        sums = [(good * exist).sum()]
         if self.loss == "kto":
             if batch.mismatched is None:
                 raise ConfigError(
                     "the loss KTO needs answers that were given to other prompts, and this batch has none; give them "
                     "in Microbatch.mismatched (data.source), or use objective.loss=apo_zero_unpaired."
                 )
-            found.append((run(batch.mismatched, _growth) * exist).sum())
-        return torch.stack(found)
+            sums.append((run(batch.mismatched, _growth) * exist).sum())
+        return torch.stack(sums)
 
     @override
     def count(self, batch: Microbatch) -> Tensor:

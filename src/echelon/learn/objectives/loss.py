@@ -334,8 +334,8 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
     @override
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, targets, weight, bias = ctx.saved_tensors
-        given = [tensor for tensor in (weight, bias) if tensor is not None]
-        head = [tensor.detach().to(ctx.dtype) for tensor in given]
+        parameters = [tensor for tensor in (weight, bias) if tensor is not None]
+        head = [tensor.detach().to(ctx.dtype) for tensor in parameters]
         wants_head = any(ctx.needs_input_grad[2:4])
         of_chunk = loss_and_gradient if ctx.vocabulary is None else ctx.vocabulary.loss_and_gradient
         totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in head] if wants_head else []
@@ -348,7 +348,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             _add_head_gradient(totals, gradient, inputs)
             del gradient
         gradients: list[Tensor | None] = [
-            total.to(tensor.dtype) for total, tensor in zip(totals, given[: len(totals)], strict=True)
+            total.to(tensor.dtype) for total, tensor in zip(totals, parameters[: len(totals)], strict=True)
         ]
         weight_gradient, bias_gradient, *_ = [*gradients, None, None]
         return row_gradient, None, weight_gradient, bias_gradient, None, None, None

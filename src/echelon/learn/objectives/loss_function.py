@@ -93,9 +93,9 @@ def function_loss_sum(function: LossFn, logits: Tensor, labels: Tensor, extra: M
             "Microbatch.extra of every batch, those of the evaluation too."
         ) from error
     if not isinstance(loss, Tensor) or loss.dim():
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        result = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(
-            f"the loss {name_of(function)} returned {found}, and a loss is one number, the sum over all tokens of its "
+            f"the loss {name_of(function)} returned {result}, and a loss is one number, the sum over all tokens of its "
             "logits; end it with .sum()."
         )
     if logits.requires_grad and not loss.requires_grad:

@@ -167,11 +167,11 @@ def find_loss(name: str) -> LossFn | None:
     So a class is an objective and a function is a loss, whose parameters after the first three are options. Raises
     ConfigError for a function with other parameters: it is never called.
     """
-    found = find_named(_KEY, name, _PLACES)
-    if not is_extension(name) or not inspect.isfunction(found):
+    loss = find_named(_KEY, name, _PLACES)
+    if not is_extension(name) or not inspect.isfunction(loss):
         return None
-    check_parameters(_KEY, name, found, _PARAMETERS, "a loss", _FORM)
-    return found
+    check_parameters(_KEY, name, loss, _PARAMETERS, "a loss", _FORM)
+    return loss
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:

@@ -290,10 +290,10 @@ def find_factor(name: str, multipliers: dict[str, float]) -> float:
 
 def check_groups(names: Iterable[str], config: OptimConfig) -> None:
     """Raise ConfigError for a glob of `optim.learning_rate_multipliers` that no parameter's name matches."""
-    known = list(names)
+    all_names = list(names)
     for glob, factor in config.learning_rate_multipliers.items():
-        if not any(fnmatchcase(name, glob) for name in known):
-            near = difflib.get_close_matches(glob.strip("*"), known, n=3, cutoff=0.3) or known[:3]
+        if not any(fnmatchcase(name, glob) for name in all_names):
+            near = difflib.get_close_matches(glob.strip("*"), all_names, n=3, cutoff=0.3) or all_names[:3]
             raise ConfigError(
                 f"optim.learning_rate_multipliers: {glob!r} (factor {factor:g}) matches no parameter of the model; "
                 f"names near it: {', '.join(near)}; a glob such as '*embed_tokens*' matches anywhere in a name."

@@ -112,7 +112,7 @@ def shard_stages(
     ends = find_ends(skeleton)
     places, shared = stage_ranges(plan.stages)[meshes.place["pp"] :: plan.pp], find_shared(model, ends)
     cut(model, places, ends)
-    views = [view_stage(model, place, ends) for place in places]
+    views = [view_stage(model, stage, ends) for stage in places]
     modules = [shard_model(view, plan, meshes, compile_backend, traits, routers, context) for view in views]
     return Stages(places, modules, shared)
 

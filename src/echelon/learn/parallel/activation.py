@@ -53,10 +53,10 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module] | nn.ModuleList, 
     if policy == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
     for layer in layers[every - 1 :: every]:
-        own = dict(options)
+        kept = dict(options)
         if any(find_dispatches(layer)):
-            own["context_fn"] = functools.partial(keep_routes, options.get("context_fn", noop_context_fn))
-        layer.forward = functools.partial(checkpoint, layer.forward, **own)
+            kept["context_fn"] = functools.partial(keep_routes, options.get("context_fn", noop_context_fn))
+        layer.forward = functools.partial(checkpoint, layer.forward, **kept)
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

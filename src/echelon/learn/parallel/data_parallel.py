@@ -386,9 +386,9 @@ def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
     The root runs before the first layer of either direction, so it gathers the first ones.
     """
     units: list[Any] = layers  # each of them an FSDPModule
-    for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + count])
-        unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
     assert isinstance(root, FSDPModule)
     root.set_modules_to_forward_prefetch(units[:count])
     root.set_modules_to_backward_prefetch(units[::-1][:count])

@@ -215,8 +215,8 @@ class Share:
         if self.count == 1:
             return experts
         size = num_each // self.count
-        own = experts % num_each // size == self.index
-        return torch.where(own, experts // num_each * size + experts % size, num_ranks * size)
+        is_ours = experts % num_each // size == self.index
+        return torch.where(is_ours, experts // num_each * size + experts % size, num_ranks * size)
 
 
 WHOLE = Share()

@@ -432,9 +432,9 @@ class Pipeline(SendsWhole, ForwardBackward):
 
         passes = self._pass_through(microbatch, run)
         last = self._size - 1
-        found = passes[-1].output if self._rank == last else torch.empty(0)
-        shape = broadcast_object(tuple(found.shape), self._group, last)
-        result = found if self._rank == last else torch.empty(shape, device=self._device)
+        output = passes[-1].output if self._rank == last else torch.empty(0)
+        shape = broadcast_object(tuple(output.shape), self._group, last)
+        result = output if self._rank == last else torch.empty(shape, device=self._device)
         dist.broadcast(result, group=self._group, group_src=last)
         return result
 
@@ -448,15 +448,15 @@ class Pipeline(SendsWhole, ForwardBackward):
             if parameter.grad is None or not local_part(parameter.grad).numel():
                 continue
             part = local_part(parameter.grad)
-            own = part.to(self._device)  # offloaded gradients are on the host
-            other = torch.empty_like(own)
+            on_device = part.to(self._device)  # offloaded gradients are on the host
+            other = torch.empty_like(on_device)
             exchange = [
-                dist.P2POp(dist.isend, own, group=self._group, group_peer=peer),
+                dist.P2POp(dist.isend, on_device, group=self._group, group_peer=peer),
                 dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
             ]
             for transfer in dist.batch_isend_irecv(exchange):
                 transfer.wait()
-            part.copy_(own + other)
+            part.copy_(on_device + other)
 
 
 def _shape_of(microbatches: Sequence[Microbatch]) -> tuple[int, ...]:

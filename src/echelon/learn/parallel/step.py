@@ -107,8 +107,8 @@ class SingleStage(ForwardBackward):
         for index, microbatch in enumerate(microbatches):
             # Random state is not saved but derived, so that dropout is the same after a resume.
             # Ranks that share a sequence hold other positions of it.
-            place = () if microbatch.part is None else (microbatch.part.rank,)
-            seed = derive_seed(self._seed, step, int(microbatch.batch_indices[0]), *place)
+            rank = () if microbatch.part is None else (microbatch.part.rank,)
+            seed = derive_seed(self._seed, step, int(microbatch.batch_indices[0]), *rank)
             seed_generators(seed, num_targets.device)
             is_last = index == len(microbatches) - 1
             with record_function("echelon forward"), self._parallel.microbatch(is_last):

@@ -205,11 +205,11 @@ def _check_complete(model: Any, divided: Mapping[str, str]) -> None:
     """
     blocks = tuple(f"{block}." for block in _find_blocks(divided))
     routers = [tensor_styles.find_router(model, name) for name in _find_experts(divided)]
-    known = tuple(f"{name}." for name in (*divided, *routers))
+    prefixes = tuple(f"{name}." for name in (*divided, *routers))
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     for name, parameter in model.base_model.named_parameters():
         is_norm = parameter.ndim == 1 and not name.startswith(blocks)
-        if not (is_norm or name.startswith(known) or parameter is embedding):
+        if not (is_norm or name.startswith(prefixes) or parameter is embedding):
             raise ConfigError(
                 f"parallel.tp above 1: the tensor-parallel plan of {model.config.model_type} in transformers leaves "
                 f"out {name}, which every rank would train on a part of its input; use parallel.dp_shard."

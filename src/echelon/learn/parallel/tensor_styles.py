@@ -52,14 +52,14 @@ def _find_styles(module: nn.Module, block: str, inside: Mapping[str, str]) -> di
     """Return the styles of a block with gathered outputs, by name; those of `transformers` if they are not known."""
     gathered = [name.rpartition(".")[2] for name, style in inside.items() if style == _GATHERED]
     norms = {f"{last.removesuffix('_proj')}_norm": last for last in gathered}
-    found = [name for name, last in norms.items() if _is_norm_of(module, name, last)]
-    if not found and not set(gathered) <= set(PACKED_MATRICES):
+    norm_names = [name for name, last in norms.items() if _is_norm_of(module, name, last)]
+    if not norm_names and not set(gathered) <= set(PACKED_MATRICES):
         return dict(inside)
     own = {_SPLIT: "rowwise"}
     styles = {name: own.get(style, style) for name, style in inside.items()}
     for last in gathered:
         styles[f"{block}.{last}"] = PACKED if last in PACKED_MATRICES else "colwise"
-    return styles | {f"{block}.{name}": ALL_HEADS for name in found}
+    return styles | {f"{block}.{name}": ALL_HEADS for name in norm_names}
 
 
 def _is_norm_of(block: nn.Module, norm: str, matrix: str) -> bool:
@@ -94,8 +94,8 @@ def keep_own(output: Tensor, mesh: DeviceMesh, sizes: list[int]) -> Tensor:
     Each rank has computed the next `sum(sizes) / ranks` outputs of all. They are gathered, and their gradients, of
     which each rank has those of its own parts, are added up.
     """
-    given = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False)
-    whole = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    sharded = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False)
+    whole = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     rank, size = mesh.get_local_rank(), mesh.size()
     return torch.cat([matrix.chunk(size, -1)[rank] for matrix in torch.split(whole, sizes, -1)], -1)
 

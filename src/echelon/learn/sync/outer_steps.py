@@ -143,12 +143,12 @@ class OuterSteps(Synchronizer):
         """Needs the memory of another copy of this rank's weights."""
         self._wait()
         weights = self._replica.weights()
-        own = {name: weight.clone() for name, weight in weights.items()}
+        copies = {name: weight.clone() for name, weight in weights.items()}
         _copy(weights, self._agreed)
         try:
             yield
         finally:
-            _copy(weights, own)
+            _copy(weights, copies)
 
     @override
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -164,8 +164,8 @@ class OuterSteps(Synchronizer):
         fixed = {
             name: tensor for name, tensor in engine_state.items() if name.startswith("model.") and name not in shared
         }
-        own = {replica_name(self._index, name): tensor for name, tensor in engine_state.items() if name not in fixed}
-        return shared | fixed | own
+        states = {replica_name(self._index, name): tensor for name, tensor in engine_state.items() if name not in fixed}
+        return shared | fixed | states
 
     @override
     def load(self, engine_state: Mapping[str, Tensor], fill: StateFill) -> None:
