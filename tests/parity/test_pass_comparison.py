@@ -107,5 +107,5 @@ def test_only_ranks_that_share_a_stage_are_compared():
     assert find_odd_passes([(1,), (2,), (1,)], apart, True) == [OddPass((1,), (0, 1, 2))]
     assert "nothing to compare" in describe_compared(ParallelPlan("mapping", tp=4))
     assert "passes: 8 ranks" in describe_compared(ParallelPlan("mapping", dp_replicate=2, dp_shard=4))
-    with pytest.raises(ValidationError, match=r"fault\.verify_passes_every=5 needs a model that writes text"):
+    with pytest.raises(ValidationError, match=r"fault\.verify_passes_every=5: .* only scores texts, and writes none"):
         Recipe.model_validate({**fields("ddp"), "fault": {"verify_passes_every": 5}, "objective": {"name": "reward"}})

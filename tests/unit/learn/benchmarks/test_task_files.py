@@ -179,8 +179,8 @@ def test_a_recipe_with_tasks_is_refused_before_work_starts(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match=r"evaluate.tasks=\['arc_easy'\] .* pip install 'lm-eval>="):
         check_extensions(load_text(tmp_path, SMALL + asked)[0])
     for text, words in (
-        ("evaluate: {tasks_every: 5}\n", "evaluate.tasks_every=5 has no meaning without evaluate.tasks"),
-        (asked + "objective: {name: reward}\n", r"evaluate.tasks=\['arc_easy'\] need a model that writes text"),
+        ("evaluate: {tasks_every: 5}\n", "evaluate.tasks_every=5 has no effect without evaluate.tasks"),
+        (asked + "objective: {name: reward}\n", r"evaluate.tasks=\[arc_easy\]: .* only scores texts, and writes none"),
         (asked + "engine: tensorflow\n", "evaluate.tasks=.*engine=tensorflow computes the logits of one position"),
     ):
         with pytest.raises(ConfigError, match=words):

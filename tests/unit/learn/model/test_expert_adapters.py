@@ -179,7 +179,7 @@ def test_names_without_expert_weights_are_refused(family, names, message):
 @pytest.mark.parametrize("key", [{"method": "dora"}, {"dropout": 0.1}, {"init": "pissa"}])
 def test_what_peft_cannot_do_with_parameters_is_refused(key):
     [(name, value)] = key.items()
-    with pytest.raises(ValueError, match=rf"PEFT has no adapter of expert weights with adapter\.{name}={value}; set"):
+    with pytest.raises(ValueError, match=rf"adapter\.{name}={value}: .* expert weights, of which PEFT has no such"):
         AdapterConfig(**{"method": "lora", "target_parameters": "experts", **key})
     peers = small_model("mixtral")
     wanted = {"use_dora": True} if name == "method" else {"lora_dropout": 0.1}
@@ -285,9 +285,9 @@ def test_the_plan_counts_experts_in_4_bits(family):
 
 
 def test_4_bit_experts_without_qlora_or_with_an_adapter_are_refused():
-    with pytest.raises(ValueError, match="quantize_experts=True applies to 4-bit weights"):
+    with pytest.raises(ValueError, match=r"quantize_experts=true has no effect with .*, which has no weights in 4"):
         AdapterConfig(method="lora", quantize_experts=True)
-    with pytest.raises(ValueError, match="PEFT has no adapter of expert weights in 4 bits; remove one of them"):
+    with pytest.raises(ValueError, match=r"expert weights, of which PEFT has no such adapter in 4 bits; use .*=false"):
         AdapterConfig(method="qlora", quantize_experts=True, target_parameters="experts")
     model = build_on_meta(load_config(small_config("llama")))
     with pytest.raises(ConfigError, match=r"adapter\.quantize_experts=true: .* have no expert weights"):
