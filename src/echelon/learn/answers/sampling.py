@@ -7,7 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,9 @@ from transformers import (
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.model.kv_cache import Advance, KeyValueCache
+
+if TYPE_CHECKING:
+    from echelon.learn.model.kv_cache import Advance, KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class ForwardPasses(Protocol):
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocabulary] of the token after position `places` [rows] of ids [rows, seq]."""
 
-    def start_cached(self) -> KeyValueCache | None:
+    def start_cached(self) -> "KeyValueCache | None":
         """Return an empty cache, whose passes are those of this model; None if they keep no keys and values."""
 
 
@@ -187,7 +189,7 @@ def _start(
         return _Moving(cache, size, device)
     widest = max(width, len(waiting[0].prompt))
 
-    def start() -> Advance:
+    def start() -> "Advance":
         return _Uncached(passes, widest + sampling.max_tokens) if cache is None else cache.empty()
 
     return _Fixed(start, size, widest, device)
@@ -245,7 +247,7 @@ class _Batch(Protocol):
 class _Moving(_Batch):
     """Rows leave when they have ended, and others take their place."""
 
-    def __init__(self, cache: KeyValueCache, size: int, device: torch.device) -> None:
+    def __init__(self, cache: "KeyValueCache", size: int, device: torch.device) -> None:
         """`size`: the most rows."""
         self.rows = []
         self._cache = cache
@@ -293,7 +295,7 @@ class _Moving(_Batch):
 class _Fixed(_Batch):
     """Rows stay until all of them have ended on all ranks, which have equal shapes; then others are begun."""
 
-    def __init__(self, start: Callable[[], Advance], size: int, width: int, device: torch.device) -> None:
+    def __init__(self, start: "Callable[[], Advance]", size: int, width: int, device: torch.device) -> None:
         """`start`: begins a batch. `size`: the most rows. `width`: that of the prompts."""
         self.rows = []
         self._start = start
@@ -315,7 +317,7 @@ class _Fixed(_Batch):
         return any(not row.has_ended for row in self.rows)
 
 
-def _read_last(advance: Advance, rows: Sequence[_Row], device: torch.device) -> Tensor:
+def _read_last(advance: "Advance", rows: Sequence[_Row], device: torch.device) -> Tensor:
     """Read the newest token of each row. Returns the logits of the rows that have not ended."""
     ids = torch.tensor([row.found.tokens[-1:] for row in rows], device=device)
     logits = advance(ids, torch.ones_like(ids, dtype=torch.bool))
