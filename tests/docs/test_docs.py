@@ -32,7 +32,7 @@ import yaml
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
-from echelon.recipe.starter import render_starter
+from echelon.recipe.render import render_starter
 from tests.docs import layout
 from tests.hub_server import HubServer, push_model
 from tests.workers import WARM

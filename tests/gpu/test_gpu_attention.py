@@ -9,7 +9,7 @@ from echelon.learn.model.build import load_config
 from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.flex_attention import FLEX, has_flex
 from echelon.learn.model.varlen_attention import VARLEN, activate_flash_3, deactivate_flash_3, has_kernel
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.detection import detect_cluster
 from echelon.planner.rates import choose_software

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.offload import apply_activation_offloading
+from echelon.learn.parallel.kept_activations import apply_activation_offloading
 from tests.families import random_batch, small_model
 from tests.gpu.gpu_training import Case, model_overrides, train_on_gpu
 from tests.parity.training import Row

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.parallel.activation import apply_activation_checkpointing
 from echelon.learn.parallel.expert import (
     ExpertDispatch,
     ExpertGroup,
@@ -22,6 +21,7 @@ from echelon.learn.parallel.expert import (
     find_dispatches,
     find_experts,
 )
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from echelon.planner.plan import ParallelPlan
 from tests.families import small_config
 from tests.parity.test_host_reads import HostReads

@@ -15,7 +15,7 @@ from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.learn.parallel.offload import apply_activation_offloading
+from echelon.learn.parallel.kept_activations import apply_activation_offloading
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.load import load_recipe
 from tests.families import small_config

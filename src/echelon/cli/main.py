@@ -47,10 +47,11 @@ FORMER = {
 
 
 COMMANDS = {
-    "train": "train", "data": "data", "plan": "plan", "eval": "evaluate", "generate": "generate", "export": "export",
-    "launch": "jobs:launch", "runs": "jobs:runs", "status": "jobs:status", "logs": "jobs:logs", "cancel": "jobs:cancel",
-    "report": "report", "sweep": "sweep", "drill": "drill", "doctor": "doctor", "import": "import_recipe",
-    "init": "init", "demo": "demo",
+    "train": "train", "data": "data", "plan": "plan", "eval": "trained_models:evaluate",
+    "generate": "trained_models:generate", "export": "trained_models:export", "launch": "jobs:launch",
+    "runs": "jobs:runs", "status": "jobs:status", "logs": "jobs:logs", "cancel": "jobs:cancel", "report": "report",
+    "sweep": "sweep", "drill": "drill", "doctor": "doctor", "import": "init:import_recipe", "init": "init",
+    "demo": "demo",
 }  # fmt: skip
 """The module in echelon.cli.commands of each command, imported to run it; and its function, if not of the same name."""
 

@@ -40,10 +40,9 @@ from echelon.learn.model.attention import choose_attention
 from echelon.learn.model.build import build_on_meta, drop_quantization, load_config, materialize, model_kind
 from echelon.learn.model.copy_checks import check_is_causal
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
-from echelon.learn.model.model_folder import run_model_dir
+from echelon.learn.model.model_folder import open_folder, run_model_dir
 from echelon.learn.model.parts import check_has_vocabulary, find_layers, scores_texts
 from echelon.learn.model.quantization import QuantizedLinear
-from echelon.learn.model.stored_folder import open_folder
 from echelon.learn.model.stored_format import StoredFormat, find_settings, find_stored_format
 from echelon.learn.model.traits import Traits, find_traits
 from echelon.learn.model.weights import PretrainedWeights

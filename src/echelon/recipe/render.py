@@ -1,13 +1,15 @@
-"""Renders a Recipe as YAML with all defaults, without secrets; the JSON schema with which editors check recipes."""
+"""Recipes as text: the recipe that `echelon init` writes, a recipe without secrets, its JSON schema."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from echelon.ground.redaction import find_secrets, redact
+from echelon.ground.stored import read_text
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import dotted
 from echelon.recipe.section import Section
-from echelon.recipe.yaml_text import render_yaml
+from echelon.recipe.yaml_text import render_inline, render_yaml
 
 
 def render_recipe(recipe: Recipe, hide_secrets: bool = True) -> str:
@@ -55,3 +57,13 @@ def recipe_json_schema() -> dict[str, Any]:
     """
     schema = Recipe.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "echelon recipe"}
+
+
+def render_starter(name: str = "my-run", text_path: str = "text.txt", file: str = "recipe.yaml") -> str:
+    """Return the YAML of a recipe that trains a small Llama from scratch on `text_path`, with comments.
+
+    `file`: the path of the recipe, which its first lines name in commands.
+    """
+    named, read_from = f"  name: {render_inline(name)} ", f"    - path: {render_inline(text_path)} "
+    text = read_text(Path(__file__).with_name("starter.yaml"))
+    return text.format(name=named, path=read_from, file=shlex.quote(file))

@@ -12,8 +12,7 @@ import yaml
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import load_recipe
-from echelon.recipe.render import recipe_json_schema, render_recipe
-from echelon.recipe.starter import render_starter
+from echelon.recipe.render import recipe_json_schema, render_recipe, render_starter
 from echelon.recipe.yaml_text import parse_yaml
 from tests.docs.reference import render_recipe_reference
 from tests.unit.recipe_samples import load_text

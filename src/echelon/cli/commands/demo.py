@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from echelon.cli.commands.arguments import FreshOption, OverridesArgument, read_recipe
-from echelon.cli.commands.evaluate import evaluate
-from echelon.cli.commands.generate import generate
 from echelon.cli.commands.report import report
 from echelon.cli.commands.terminal import show
 from echelon.cli.commands.train import train
+from echelon.cli.commands.trained_models import evaluate, generate
 from echelon.ground.errors import ConfigError
 from echelon.ground.sizes import render_seconds
 from echelon.ground.stop_request import stops_told

@@ -61,7 +61,7 @@ def doctor(
 def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":
     """The launch section of the recipe, or a default one, with the overrides of the command line."""
     from echelon.recipe.load import load_recipe, parse_recipe
-    from echelon.recipe.starter import render_starter
+    from echelon.recipe.render import render_starter
 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]

@@ -1,4 +1,4 @@
-"""The config and tokenizer of a run's model, as files that `transformers` reads."""
+"""Folders of a model that `transformers` reads: the config and tokenizer of a run, and weights in any format."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from echelon.ground.checksums import check_files, write_manifest
 from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.ground.run_files import RunFiles, is_run
+from echelon.ground.stored import read_json
 from echelon.learn.model.hub import HubModel, Part, fetch, is_hub_name
+from echelon.learn.model.safetensors_folder import SafetensorsFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -71,3 +73,26 @@ def run_model_dir(run: Path) -> Path:
             "restore the folder from a backup."
         ) from error
     return folder
+
+
+def open_folder(path: Path) -> SafetensorsFolder:
+    """Open the weights of an HF folder, as plain numbers whatever the format that its config.json names.
+
+    Raises:
+        ConfigError: there are no safetensors files, or they have a format that echelon does not read.
+        CheckpointError: a tensor of a quantized weight is missing, or does not fit the others.
+    """
+    from echelon.learn.model.stored_format import find_stored_format
+
+    try:
+        fields = read_json(path / "config.json")
+    except FileNotFoundError:
+        return SafetensorsFolder(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / 'config.json'} cannot be read ({error}); copy the file again.") from error
+    stored = find_stored_format(str(path), fields) if isinstance(fields, dict) else None
+    if stored is None:
+        return SafetensorsFolder(path)
+    from echelon.learn.model.dequantized import DequantizedFolder  # the others need no torch
+
+    return DequantizedFolder(path, stored)

@@ -246,7 +246,7 @@ class PretrainedWeights:
         Raises:
             CheckpointError: the files do not belong together.
         """
-        from echelon.learn.model.stored_folder import open_folder
+        from echelon.learn.model.model_folder import open_folder
 
         self._skeleton, self._path = skeleton, path
         self._files = open_folder(path)

@@ -17,10 +17,13 @@ from echelon.learn.model.router import Router, RouterLoss, RouterTap
 from echelon.learn.model.stage import StageRange, cut, find_ends, find_shared, own_layers, stage_ranges, view_stage
 from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.activation import KEPT_OPERATIONS, apply_activation_checkpointing
 from echelon.learn.parallel.data_parallel import apply_fully_shard, build_data_parallel
 from echelon.learn.parallel.expert import divide_experts, find_experts
-from echelon.learn.parallel.offload import apply_activation_offloading
+from echelon.learn.parallel.kept_activations import (
+    KEPT_OPERATIONS,
+    apply_activation_checkpointing,
+    apply_activation_offloading,
+)
 from echelon.learn.parallel.pipeline import Pipeline, StagePart
 from echelon.learn.parallel.step import DataParallel, ForwardBackward, Parallel, SingleStage
 from echelon.planner.plan import ParallelPlan

@@ -393,7 +393,7 @@ def check_weights(checkpoint: str | None) -> None:
     if checkpoint is None:
         return
     from echelon.learn.checkpoint.folder import newest_of
-    from echelon.learn.model.stored_folder import open_folder
+    from echelon.learn.model.model_folder import open_folder
 
     path = Path(checkpoint)
     if is_run(path):

@@ -12,7 +12,7 @@ from echelon.learn.model import attention
 from echelon.learn.model.attention import PLAIN_CAUSAL
 from echelon.learn.model.blocked_attention import blocked_attention
 from echelon.learn.model.compilation import apply_compile
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from tests.families import random_batch, small_model
 
 WIDTH = 16

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from echelon.learn.model import dequantized
 from echelon.learn.model.adapters import apply_adapter
 from echelon.learn.model.build import build_on_meta, load_config, materialize
+from echelon.learn.model.model_folder import open_folder
 from echelon.learn.model.quantization import describe_errors
 from echelon.learn.model.safetensors_folder import SafetensorsFolder
-from echelon.learn.model.stored_folder import open_folder
 from echelon.learn.model.weights import PretrainedWeights
 from echelon.recipe.inputs import AdapterConfig
 from tests.families import small_config

@@ -16,7 +16,7 @@ from echelon.learn.model.varlen_attention import VARLEN
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.objective import LogitsLoss
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from tests.families import small_config, small_model
 
 FAMILIES = [

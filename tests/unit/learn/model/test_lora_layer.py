@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from echelon.learn.model.lora_layer import AddingLinear, CopyingLinear, add_by_products
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 
 ROWS, WIDTH, OUT = 6, 8, 10
 

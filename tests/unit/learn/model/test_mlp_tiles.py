@@ -8,7 +8,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.mlp_tiles import apply_tiles, find_mlps
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from tests.families import small_config, small_model
 
 TILES = 5

@@ -28,7 +28,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.objectives.pairs import DPO
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from tests.families import random_batch, small_config, small_model
 
 EXPERTS, CHOSEN = 8, 2

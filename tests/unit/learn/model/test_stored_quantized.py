@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.learn.model.stored_folder import open_folder
+from echelon.learn.model.model_folder import open_folder
 from echelon.learn.model.stored_format import METHODS, StoredFormat, find_stored_format
 from echelon.run.lifecycle.model_checks import check_model, check_weights
 from tests.families import small_config, small_model

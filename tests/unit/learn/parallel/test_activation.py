@@ -7,7 +7,7 @@ import torch
 
 from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.activation import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
 from echelon.planner.memory import estimate_memory, estimate_parts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape

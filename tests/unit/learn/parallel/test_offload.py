@@ -10,8 +10,7 @@ from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.activation import apply_activation_checkpointing
-from echelon.learn.parallel.offload import apply_activation_offloading
+from echelon.learn.parallel.kept_activations import apply_activation_checkpointing, apply_activation_offloading
 from tests.families import small_model
 from tests.late_copies import LateCopies
 from tests.unit.learn.model.test_document_mask import packed

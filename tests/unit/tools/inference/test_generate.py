@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import echelon
-from echelon.cli.commands.generate import read_prompts
+from echelon.cli.commands.trained_models import read_prompts
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.sampling import Sampling, build_processors, draw_tokens

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from echelon.cli.commands.evaluate import render_lines
+from echelon.cli.commands.trained_models import render_lines
 from echelon.run.report.judgement import describe_context, judge_run
 from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report

@@ -1,4 +1,5 @@
-"""`echelon generate`: sample from a run or an HF folder, or talk to it: on a terminal, or by messages from a pipe."""
+"""Commands on a trained model: `echelon eval`, its loss or its scores in tasks; `export`, an HF folder; and `generate`,
+which samples from it, or talks to it on a terminal or by messages from a pipe."""
 
 import json
 import os
@@ -31,6 +32,11 @@ from echelon.cli.commands.terminal import complain
 if TYPE_CHECKING:
     from echelon.learn.answers.sampling import Sampling
     from echelon.tools.inference.dialogue import Dialogue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from echelon.learn.distributed.runtime import Runtime as Team
+from echelon.cli.commands.arguments import RunArgument
 
 # Characters of a prompt in the header of its samples.
 _HEADER_WIDTH = 60
@@ -38,6 +44,76 @@ HELP = (
     "/reset forgets the conversation, /system TEXT also sets the system message, /quit or Ctrl-D ends; "
     "Ctrl-C stops an answer."
 )
+
+
+def evaluate(
+    target: TargetArgument,
+    *,
+    nproc: ShardsOption = "auto",
+    as_json: JsonOption = False,
+    **options: Annotated[Any, OptionsOf(["models:evaluate"], without=["team"])],
+) -> None:
+    """Evaluate a run or a model on held-out text or on tasks. Shows loss and perplexity, or accuracy."""
+    from echelon.cli.api.models import check_target, check_texts, find_target
+    from echelon.cli.api.models import evaluate as evaluate_target
+
+    log_to_stderr()
+    num_processes = parse_nproc(nproc)
+    check_target(target, options.get("checkpoint"))
+    check_texts(options.get("data"), options.get("tasks"))
+    find_target(target, options.get("checkpoint"))
+
+    def work(team: "Team | None") -> None:
+        result = evaluate_target(target, team=team, **options)
+        for line in [json.dumps(result, default=str)] if as_json else render_lines(result):
+            show(line)
+
+    run_with_model(target, num_processes, work)
+
+
+def render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A line for each value; nested mappings are indented. A single set is left out, as it equals the total."""
+    from echelon.run.report.judgement import describe_context
+
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if key != "sets" or len(value) > 1:
+                yield f"{indent}{key}:"
+                yield from render_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {_render_value(value)}"
+            if key == "unigram_entropy" and None not in (value, values["loss"]):
+                yield f"{indent}{describe_context(values['loss'], value)}"
+
+
+def _render_value(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "unknown" if value is None else str(value)
+
+
+def export(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]")] = None,
+    *,
+    nproc: ShardsOption = "auto",
+    **options: Annotated[Any, OptionsOf(["models:export"])],
+) -> None:
+    """Write a checkpoint as an HF folder. Contains model, config and tokenizer; or the adapter, if it has one.
+
+    Args:
+        out: the HF folder to write. With `--push` it may be left out.
+    """
+    from echelon.cli.api.models import export as export_folder
+    from echelon.ground.launch_environment import find_host_dir
+
+    num_processes = parse_nproc(nproc)
+    if find_host_dir() is not None:  # a process that `compare_in_ranks` started
+        from echelon.tools.inference.merge import compare_merged
+        from echelon.tools.inference.ranks import run_as_rank
+
+        folder = out
+        assert folder is not None
+        run_as_rank(lambda team: compare_merged(run, folder, options["checkpoint"], team))
+    export_folder(run, out, nproc=num_processes, **options)
 
 
 def generate(
