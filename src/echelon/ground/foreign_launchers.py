@@ -48,16 +48,14 @@ def read_horovodrun_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
             "them with horovodrun --gloo, or with mpirun."
         )
     endpoint = join_endpoint(host, int(store_port))
-    own_address = (
-        THIS_MACHINE.host if size == local_size else find_own_address(HostGroup(1, size, host, int(store_port)))
-    )
+    own_ip = THIS_MACHINE.host if size == local_size else find_own_address(HostGroup(1, size, host, int(store_port)))
     address = env.get("MASTER_ADDR") or (
-        own_address if size == local_size else _exchange(endpoint, env["HOROVOD_RANK"], own_address)
+        own_ip if size == local_size else _exchange(endpoint, env["HOROVOD_RANK"], own_ip)
     )
     # Every rank derives the same port, below the range of ephemeral ports.
     port = env.get("MASTER_PORT") or str(_FIRST_PORT + zlib.crc32(endpoint.encode()) % _NUM_PORTS)
     variables = {"MASTER_ADDR": address, "MASTER_PORT": port}
-    interface = find_interface(own_address)
+    interface = find_interface(own_ip)
     return variables if interface is None else {**variables, "GLOO_SOCKET_IFNAME": interface}
 
 
@@ -103,9 +101,9 @@ def read_mpirun_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     port = int(env.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else _find_address(env))
     variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    own_address = find_own_address(HostGroup(1, size, address, port))
-    interface = find_interface(own_address)
-    if interface is not None and (size == local_size or not own_address.startswith("127.")):
+    own_ip = find_own_address(HostGroup(1, size, address, port))
+    interface = find_interface(own_ip)
+    if interface is not None and (size == local_size or not own_ip.startswith("127.")):
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return variables
 

@@ -154,15 +154,13 @@ def open_coordinator(group: HostGroup) -> socket.socket | None:
     if group.coordinates is False:
         return None
     try:
-        coordinator = listen_at(group.host, group.port)
-        is_elsewhere = coordinator is None and group.coordinates is True
+        server = listen_at(group.host, group.port)
+        is_elsewhere = server is None and group.coordinates is True
         # /etc/hosts may map this machine's name to a loopback address.
-        is_hidden = (
-            coordinator is not None and group.interface is not None and is_loopback(coordinator.getsockname()[0])
-        )
-        if coordinator is not None and is_hidden:
-            coordinator.close()
-        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else coordinator
+        is_hidden = server is not None and group.interface is not None and is_loopback(server.getsockname()[0])
+        if server is not None and is_hidden:
+            server.close()
+        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else server
     except OSError as error:
         if not group.coordinates:
             return None

@@ -267,7 +267,7 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
         limit = [] if entry.source.max_samples is None else [entry.source.max_samples]
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name, *limit]).encode())
         for file in entry.files:
-            described = asdict(file)
+            described = {**asdict(file), "fields": file.fields.to_stored()}
             if described["options"] == "{}":  # keeps the key of data prepared before `options` existed
                 del described["options"]
             digest.update(json.dumps(described, default=os.fspath).encode())

@@ -434,7 +434,8 @@ def cut_chunks(files: Iterable[SourceFile]) -> Iterator[Files]:
 
 def save_plan(folder: Path, plan: StreamPlan) -> None:
     """Write stream.json."""
-    write_text(folder / STREAM_NAME, json.dumps(asdict(plan), default=os.fspath))
+    chunks = [[{**asdict(file), "fields": file.fields.to_stored()} for file in files] for files in plan.chunks]
+    write_text(folder / STREAM_NAME, json.dumps({**asdict(plan), "chunks": chunks}, default=os.fspath))
 
 
 def load_plan(folder: Path) -> StreamPlan:
@@ -452,10 +453,7 @@ def load_plan(folder: Path) -> StreamPlan:
 
 def _parse_file(values: dict[str, Any]) -> SourceFile:
     rows, fields = values["rows"] and tuple(values["rows"]), values["fields"]
-    plain = ("text", fields.get("text")), ("input_ids", fields.get("tokens"))  # as earlier versions wrote them
-    names = fields.get("names", [pair for pair in plain if pair[1] is not None])
-    parsed = Fields(fields.get("format"), tuple(map(tuple, names)))
-    return SourceFile(**{**values, "path": Path(values["path"]), "fields": parsed, "rows": rows})
+    return SourceFile(**{**values, "path": Path(values["path"]), "fields": Fields.from_stored(fields), "rows": rows})
 
 
 def digest_plan(plan: StreamPlan) -> str:

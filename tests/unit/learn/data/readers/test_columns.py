@@ -3,6 +3,7 @@
 Changes at random are in `test_changed_bytes_are_found_or_harmless`; without the checks one in ten ends the process.
 """
 
+import json
 import random
 import struct
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from echelon.ground.errors import EchelonError
 from echelon.learn.data.readers import cut_file, read_records
-from echelon.learn.data.readers.record import Broken, Reading
+from echelon.learn.data.readers.record import EITHER_FIELD, Broken, Fields, Reading
 from echelon.learn.data.source import Source, list_files
 
 TEXTS = [f"document {number} größe {'x' * (number * 37 % 200)}" for number in range(300)]
@@ -105,3 +106,13 @@ def test_changed_bytes_are_found_or_harmless(tmp_path, form):
                 assert len(read(path)) <= 300
             except EchelonError as error:
                 assert "\n" not in str(error)
+
+
+def test_stored_fields_have_the_form_of_earlier_versions():
+    for fields, stored in (
+        (EITHER_FIELD, {"text": "text", "tokens": "input_ids"}),
+        (Fields(names=(("text", "body"),)), {"text": "body", "tokens": None}),
+        (Fields("messages", (("role", "from"),)), {"format": "messages", "names": (("role", "from"),)}),
+    ):
+        assert fields.to_stored() == stored
+        assert Fields.from_stored(json.loads(json.dumps(stored))) == fields
