@@ -65,7 +65,7 @@ class Assistant:
                     set_key(recipe, near[1], take_key(recipe, key))
                 else:
                     set_key(recipe, key, near[1])
-            elif fix == "remove it" or fix.endswith(", or remove it"):
+            elif fix.endswith(("remove it", f", or remove {str(key).rpartition('.')[2]}")):
                 take_key(recipe, key)
             elif value := re.fullmatch(r"use (\S+)(?: or .*)?", fix):
                 set_key(recipe, key, yaml.safe_load(value[1]))
@@ -128,7 +128,7 @@ def write(assistant, purpose, **wishes):
 
 PURPOSES = {
     "pretrains": {"Training data": "my.txt", "Name of the run": "mine", "Optimizer steps. Exactly one": 4},
-    "LoRA": {"Training data": "chats.jsonl", "Initial weights": "base", "Rank of the adapter": 4},
+    "LoRA": {"Training data": "chats.jsonl", "Initial weights": "base", "rank of the adapter": 4},
     "DPO": {"Training data": "pairs.jsonl", "Initial weights": "base", "close to the reference": 0.2},
 }
 
