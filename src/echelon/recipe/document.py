@@ -55,12 +55,11 @@ def _name_objectives(is_meant: Callable[[ObjectiveRow], bool]) -> tuple[str, ...
     return tuple(name for name, row in OBJECTIVES.items() if is_meant(row))
 
 
-_UNUSUAL = "trains by another loop than echelon's usual one, the only one"
 _OTHER_LOOP = (
-    Limit("engine", (NATIVE,), f"{_UNUSUAL} that other engines run"),
-    Limit("sync.name", ("every_step",), f"{_UNUSUAL} with steps in which replicas agree"),
-    Limit("fault.on_bad_step", ("stop", "skip"), "trains by a loop that echelon cannot rewind"),
-    Limit("fault.spike_factor", (None,), "applies a step before it is recorded"),
+    Limit("engine", (NATIVE,), "replaces echelon's usual loop, and other engines run only that one"),
+    Limit("sync.name", ("every_step",), "replaces echelon's usual loop, and replicas agree only in that one"),
+    Limit("fault.on_bad_step", ("stop", "skip"), "replaces echelon's usual loop by one that echelon cannot rewind"),
+    Limit("fault.spike_factor", (None,), "replaces echelon's usual loop by one that applies a step before its record"),
 )
 _REFERENCE = (
     Limit("adapter.init", ("default",), "compares with the frozen weights as they were, which this start changes"),
@@ -69,7 +68,6 @@ _REFERENCE = (
 )  # fmt: skip
 _COPY = "use adapter.method=full, which keeps a copy"
 _NO_TEXT = "trains a model that only scores texts, and writes none"
-_LATER = "has not read all of the text at the start"
 LIMITS = (
     Case("train.loop", (), _OTHER_LOOP, "remove train.loop"),
     Case("objective.name", ("grpo",), _OTHER_LOOP),
@@ -89,7 +87,8 @@ LIMITS = (
         Limit("fault.verify_passes_every", (None,), _NO_TEXT),
     )),
     Case("objective.name", _name_objectives(lambda row: row.answers == "judged"), (
-        Limit("data.packing", ("auto", False), "compares each answer with the prompt of the next sequence"),
+        Limit("data.packing", ("auto", False), "compares each answer with the prompt of the next sequence, and so "
+              "needs one answer in each"),
     )),
     Case("objective.name", _name_objectives(lambda row: row.answers == "prompts"), (
         Limit("train.batch_ramp", (None,), "makes its batches of answers"),
@@ -107,9 +106,9 @@ LIMITS = (
     )),
     Case("sync.name", KEPT, (Limit("fault.on_lost_process", ("restart",), "goes on without a lost process"),)),
     Case("data.stream", (), (
-        Limit("objective.top_k", (None,), f"{_LATER}, and a teacher's predictions are prepared for all of it"),
-        Limit("tokenizer.train", (None,), f"{_LATER}, from which a tokenizer is trained: name one, for example one "
-              "that `echelon data --prepare` has trained on a part of it"),
+        Limit("objective.top_k", (None,), "reads text as it trains, and a teacher's predictions are prepared before"),
+        Limit("tokenizer.train", (None,), "reads text as it trains, and a tokenizer is trained before: name one, for "
+              "example one that `echelon data --prepare` has trained on a part of the text"),
     ), "remove data.stream"),
 )  # fmt: skip
 """Which values of keys do not go together, across sections; `Section.limits` has those within one."""

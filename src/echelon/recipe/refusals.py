@@ -47,9 +47,10 @@ def find_limited(section: BaseModel, cases: Sequence[Case], around: str = "") ->
 def _explain_useless(key: str, value: Any, only: OnlyWith, current: Any) -> str:
     names = [_render(name) for name in only.values if name not in (None, OWN)]
     names = [f"{OWN} of your own"] if only.values == (OWN,) else names
-    ways = [f"set {only.key}: {join_words(names)}" if names else f"set {only.key}"]
+    is_there = current not in (None, ())
+    ways = [f"set {only.key}: {join_words(names)}" if names else f"set {'another ' * is_there}{only.key}"]
     ways += [only.also] if only.also else []
-    rule = f"without {only.key}" if current in (None, ()) else f"with {_show(only.key, current)}"
+    rule = f"with {_show(only.key, current)}" if is_there else f"without {only.key}"
     reason = f", {only.why}" if only.why else ""
     last = key.rpartition(".")[2]
     return f"{_show(key, value)} has no effect {rule}{reason}; {', or '.join(ways)}, or remove {last}."

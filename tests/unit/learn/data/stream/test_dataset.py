@@ -185,7 +185,7 @@ def test_broken_records_are_counted_in_each_chunk(load, tmp_path, caplog):
         ("data.train=[{path: text, weight: 2}]", "data.train.0.weight=2 does not go"),
         ("data.train=[{path: text, max_samples: 2}]", "data.train.0.max_samples=2 does not go"),
         ("data.train=hf://datasets/ORG/NAME/a.txt", "data.train.0.path=hf://.* may change during the run; name the"),
-        ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train: data.stream has not read all of the text"),
+        ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train: data.stream reads text as it trains"),
         ("train.eval_every=1 epochs", "train.eval_every='1 epochs' does not go"),
         ("checkpoint.every=1 epochs", "checkpoint.every='1 epochs' does not go"),
         ("data.stream.cache_gb=1e-6", "may not hold three windows"),
