@@ -130,7 +130,8 @@ def test_the_tabs_are_the_sections_of_the_index(site: Path, pages: dict[str, Pag
 
 
 def test_public_names_are_described(site: Path, pages: dict[str, Page]) -> None:
-    methods = {name for name, value in vars(echelon.Learner).items() if callable(value) and not name.startswith("_")}
+    names = (name for name in dir(echelon.Learner) if not name.startswith("_"))
+    methods = {name for name in names if callable(method := getattr(echelon.Learner, name)) and method.__doc__}
     wanted = {f"echelon.{name}" for name in echelon.__all__} | {f"echelon.Learner.{name}" for name in methods}
     wanted |= {"echelon.learn.answers.rollouts.Rollouts.batch", "echelon.learn.optimizer.rules.Rule.update"}
     assert wanted <= pages["api.html"].anchors

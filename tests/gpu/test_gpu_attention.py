@@ -9,7 +9,7 @@ from echelon.learn.model.build import load_config
 from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.flex_attention import FLEX, has_flex
 from echelon.learn.model.varlen_attention import VARLEN, activate_flash_3, deactivate_flash_3, has_kernel
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.detection import detect_cluster
 from echelon.planner.rates import choose_software
@@ -95,7 +95,7 @@ def test_gradients_of_soft_capped_attention_are_those_of_eager_attention(gpu, co
 
     eager, flex = (small_model("gemma2", **CAPPED).to(gpu.device) for _ in range(2))
     flex.set_attn_implementation(FLEX)
-    apply_activation_checkpointing(flex.model.layers, checkpointing)
+    checkpoint_activations(flex.model.layers, checkpointing)
     if compiles:
         apply_compile(flex.model.layers, "inductor")
     for model in (eager, flex):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.kept_activations import apply_activation_offloading
+from echelon.learn.parallel.kept_activations import offload_activations
 from tests.families import random_batch, small_model
 from tests.gpu.gpu_training import Case, model_overrides, train_on_gpu
 from tests.parity.training import Row
@@ -55,7 +55,7 @@ def measure_peak(model, tokens):
 def test_two_layers_are_on_the_device_and_the_host_never_waits(gpu, deterministic):
     tokens = random_batch(4, 2048)[0].to(gpu.device)
     plain, offloaded = wide_model(gpu.device), wide_model(gpu.device)
-    apply_activation_offloading(find_layers(offloaded))
+    offload_activations(find_layers(offloaded))
     peaks = [measure_peak(model, tokens) for model in (plain, offloaded)]
     print(f"peak {peaks[0] / 2**20:.0f} MiB, offloaded {peaks[1] / 2**20:.0f} MiB")
     assert peaks[1] < 0.55 * peaks[0]
@@ -72,7 +72,7 @@ def test_copies_overlap_the_computation(gpu):
     """By the times of the profiler: copies run while kernels do. Here they take longer than the kernels."""
     tokens = random_batch(4, 2048)[0].to(gpu.device)
     model = wide_model(gpu.device)
-    apply_activation_offloading(find_layers(model))
+    offload_activations(find_layers(model))
     for _ in range(2):
         differentiate(model, tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

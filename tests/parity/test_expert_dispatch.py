@@ -21,7 +21,7 @@ from echelon.learn.parallel.expert import (
     find_dispatches,
     find_experts,
 )
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from echelon.planner.plan import ParallelPlan
 from tests.families import small_config
 from tests.parity.test_host_reads import HostReads
@@ -165,7 +165,7 @@ def run_again(rank, world_size, policy, changed):
         return experts(hidden, choices[changed and len(passes) > 1], weights).square()
 
     layer.forward = forward
-    apply_activation_checkpointing([layer], policy)
+    checkpoint_activations([layer], policy)
     with Tolists() as reads, Exchanges() as exchanges:
         loss = layer.forward(hidden, weights).sum()
         outcomes.append((reads.count, len(exchanges.sizes)))

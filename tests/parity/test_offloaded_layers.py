@@ -15,7 +15,7 @@ from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.learn.parallel.kept_activations import apply_activation_offloading
+from echelon.learn.parallel.kept_activations import offload_activations
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.load import load_recipe
 from tests.families import small_config
@@ -31,10 +31,10 @@ CONFIG = {**small_config("llama"), "num_hidden_layers": 4}
 def train_step(rank, world_size, path, plan):
     """The loss and the norm of the gradients of two microbatches; the number of copies."""
     side = LateCopies()
-    apply = partial(apply_activation_offloading, side=side, smallest=1)
+    apply = partial(offload_activations, side=side, smallest=1)
     recipe, _ = load_recipe(Path(path))
     meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
-    with mock.patch.object(echelon.learn.parallel, "apply_activation_offloading", apply):
+    with mock.patch.object(echelon.learn.parallel, "offload_activations", apply):
         engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, device))
     tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
     batch = Microbatch(tokens, tokens, places, places)

@@ -37,6 +37,8 @@ class FileLock:
                 os.ftruncate(fd, 0)
                 os.write(fd, _own_name())
         except OSError:
+            if is_taken:  # the disk is full
+                self.path.unlink(missing_ok=True)
             is_taken = False
             self._remove_mark()
             raise

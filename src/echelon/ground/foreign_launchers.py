@@ -1,14 +1,11 @@
-"""What other launchers tell a rank, where that takes more than a variable: where ranks meet, and the names of machines.
+"""What other launchers tell a rank, where that takes more than a variable: where ranks meet, and Slurm's machines.
 
 `horovodrun` sets ranks, but no address of rank 0. It runs a key-value store, over HTTP, at HOROVOD_GLOO_RENDEZVOUS_ADDR
-and HOROVOD_GLOO_RENDEZVOUS_PORT, where Horovod's own ranks meet. Rank 0 writes its address there, and the others wait
-for it.
+and HOROVOD_GLOO_RENDEZVOUS_PORT. Rank 0 writes its address there, and the others wait for it.
 
 `mpirun` sets ranks, and where it runs itself: Open MPI 4 in the addresses of its first daemon
 (`OMPI_MCA_orte_hnp_uri=4711.0;tcp://10.0.0.1,192.168.0.1:44775`), Open MPI 5 in the job's name
 (`PMIX_NAMESPACE=prterun-node-1-2114@1`). Rank 0 is on that machine unless the user maps ranks otherwise.
-
-Slurm gives a list of machines, such as `n[1-3,07],gpu-a`.
 """
 
 import re

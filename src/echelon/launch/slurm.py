@@ -1,7 +1,4 @@
-"""`--to slurm`: one batch job with one task per machine. Uses Slurm's own commands.
-
-The files that all machines of a job must see come last.
-"""
+"""`--to slurm`: one batch job with one task per machine, by Slurm's own commands; the files that all of them need."""
 
 import os
 import re

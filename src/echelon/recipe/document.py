@@ -87,8 +87,7 @@ LIMITS = (
         Limit("fault.verify_passes_every", (None,), _NO_TEXT),
     )),
     Case("objective.name", _name_objectives(lambda row: row.answers == "judged"), (
-        Limit("data.packing", ("auto", False), "compares each answer with the prompt of the next sequence, and so "
-              "needs one answer in each"),
+        Limit("data.packing", ("auto", False), "needs one answer in a sequence, to compare it with the next prompt"),
     )),
     Case("objective.name", _name_objectives(lambda row: row.answers == "prompts"), (
         Limit("train.batch_ramp", (None,), "makes its batches of answers"),

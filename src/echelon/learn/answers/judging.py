@@ -274,12 +274,10 @@ def _knows_full(recipe: Recipe) -> bool:
 
 def _sums_of(recipe: Recipe, rollouts: Rollouts, judged: Rewarded) -> Tensor:
     """Return how many answers were judged, how many have the full reward, their summed rewards and tokens, [4]."""
-    has_reward = ~judged.rewards.isnan()
+    rated = ~judged.rewards.isnan()
     solved = _are_solved(recipe, judged.rewards)
     tokens = torch.tensor([sum(written) for written in rollouts.written])
-    return torch.stack(
-        [has_reward.sum(), solved.sum(), judged.rewards[has_reward].sum(), tokens[has_reward].sum()]
-    ).double()
+    return torch.stack([rated.sum(), solved.sum(), judged.rewards[rated].sum(), tokens[rated].sum()]).double()
 
 
 def _are_solved(recipe: Recipe, rewards: Tensor) -> Tensor:

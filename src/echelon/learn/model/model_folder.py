@@ -76,12 +76,7 @@ def run_model_dir(run: Path) -> Path:
 
 
 def open_folder(path: Path) -> SafetensorsFolder:
-    """Open the weights of an HF folder, as plain numbers whatever the format that its config.json names.
-
-    Raises:
-        ConfigError: there are no safetensors files, or they have a format that echelon does not read.
-        CheckpointError: a tensor of a quantized weight is missing, or does not fit the others.
-    """
+    """Open the weights of an HF folder as plain numbers. Raises ConfigError or CheckpointError if they cannot be."""
     from echelon.learn.model.stored_format import find_stored_format
 
     try:

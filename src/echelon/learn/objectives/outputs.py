@@ -186,10 +186,8 @@ class DecoderOutputs:
         batch = self._batch
         filled = batch.labels != IGNORE if batch.filled is None else batch.filled
         if self._context is not None and (part := batch.part) is not None:
-            documents = None if batch.documents is None else part.take(batch.documents)
-            return number_sequences(
-                filled, token_weights, documents, filled.shape[1] * part.size, self._context.peers.add_up
-            )
+            doc = None if batch.documents is None else part.take(batch.documents)
+            return number_sequences(filled, token_weights, doc, filled.shape[1] * part.size, self._context.peers.add_up)
         if (rows := self._rows) is None:
             return number_sequences(filled, token_weights, batch.documents)
         return number_sequences(rows.spread(filled) & rows.filled, rows.spread(token_weights) * rows.filled, None)

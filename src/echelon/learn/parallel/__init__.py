@@ -19,11 +19,7 @@ from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.data_parallel import apply_fully_shard, build_data_parallel
 from echelon.learn.parallel.expert import divide_experts, find_experts
-from echelon.learn.parallel.kept_activations import (
-    KEPT_OPERATIONS,
-    apply_activation_checkpointing,
-    apply_activation_offloading,
-)
+from echelon.learn.parallel.kept_activations import KEPT_OPERATIONS, checkpoint_activations, offload_activations
 from echelon.learn.parallel.pipeline import Pipeline, StagePart
 from echelon.learn.parallel.step import DataParallel, ForwardBackward, Parallel, SingleStage
 from echelon.planner.plan import ParallelPlan
@@ -61,11 +57,11 @@ def shard_model(
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
-    apply_activation_checkpointing(layers, plan.activation_checkpointing, plan.checkpoint_every)
+    checkpoint_activations(layers, plan.activation_checkpointing, plan.checkpoint_every)
     if plan.compile:
         apply_compile(layers, compile_backend, plan.activation_memory_budget)
     if plan.activation_offloading:
-        apply_activation_offloading(find_layers(model), horizon=plan.activation_loading_horizon)
+        offload_activations(find_layers(model), horizon=plan.activation_loading_horizon)
     if tap is not None:
         tap.open_outside(layers)
     vocabulary_ranks = None if meshes.tp is None else meshes.tp.get_group()

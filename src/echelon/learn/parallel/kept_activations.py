@@ -1,13 +1,9 @@
-"""What a decoder layer keeps for its backward pass: checkpointing recomputes it, in place and without renaming a
-parameter, and with offloading it waits in host memory.
+"""What a decoder layer keeps for its backward pass: checkpointing recomputes it, offloading keeps it in host memory.
 
 While a layer runs, a side stream copies what autograd saves to pinned host memory. The next layer still computes when
 the last of these copies ends; then the device memory is free again. In the backward pass the tensors of a layer come
 back while layers after it are differentiated, `horizon` layers ahead. At most one layer more has its activations on the
-device, and at least two have.
-
-Device memory is allocated on the stream that computes, in both directions, and given back to it only after it waited
-for the copies. So the allocator needs no record of other streams, and the peak does not depend on timing.
+device, and at least two have. Memory is allocated and freed on the stream that computes, which waits for the copies.
 """
 
 import functools
@@ -22,12 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from echelon.learn.model import blocked_attention, flex_attention, varlen_attention  # noqa: F401  (define operations that are kept)
 from echelon.learn.parallel.expert import find_dispatches, keep_routes
@@ -59,7 +50,7 @@ SMALLEST = 2**20
 _CASTS = ("ToCopyBackward0", "TBackward0")
 
 
-def apply_activation_checkpointing(layers: Sequence[nn.Module] | nn.ModuleList, policy: str, every: int = 1) -> None:
+def checkpoint_activations(layers: Sequence[nn.Module] | nn.ModuleList, policy: str, every: int = 1) -> None:
     """Make decoder layers recompute their activations in the backward pass.
 
     Args:
@@ -299,7 +290,7 @@ def _find_kept(layer: nn.Module, args: Sequence[Any], kwargs: Any) -> frozenset[
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
-def apply_activation_offloading(
+def offload_activations(
     layers: nn.ModuleList, side: SideStream | None = None, smallest: int = SMALLEST, horizon: int = 1
 ) -> None:
     """Make decoder layers keep what their backward pass needs in host memory, in place.

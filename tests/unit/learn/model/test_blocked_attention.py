@@ -12,7 +12,7 @@ from echelon.learn.model import attention
 from echelon.learn.model.attention import PLAIN_CAUSAL
 from echelon.learn.model.blocked_attention import blocked_attention
 from echelon.learn.model.compilation import apply_compile
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from tests.families import random_batch, small_model
 
 WIDTH = 16
@@ -186,7 +186,7 @@ def test_a_model_in_bf16_trains_with_it(family, change, monkeypatch):
     if change == "compiled":
         apply_compile(layers, "aot_eager")
     elif change != "eager":
-        apply_activation_checkpointing(layers, change)
+        checkpoint_activations(layers, change)
     model.set_attn_implementation(PLAIN_CAUSAL)
     calls = []
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from echelon.learn.model.varlen_attention import VARLEN
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.objective import LogitsLoss
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from tests.families import small_config, small_model
 
 FAMILIES = [
@@ -143,7 +143,7 @@ def test_masks_work_with_checkpointing_compilation_and_autocast():
     plain, changed = small_model("gemma3_text", **FIELDS["gemma3_text"]), packed(changed=(0, 1))
     for model in (plain, other := small_model("gemma3_text", **FIELDS["gemma3_text"])):
         if model is other:
-            apply_activation_checkpointing(model.model.layers, "selective")
+            checkpoint_activations(model.model.layers, "selective")
             apply_compile(model.model.layers, "aot_eager")
         ObjectiveModule(model)(packed(), CausalLM().loss_sum).backward()
     for (name, expected), parameter in zip(plain.named_parameters(), other.parameters(), strict=True):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from echelon.learn.model.lora_layer import AddingLinear, CopyingLinear, add_by_products
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 
 ROWS, WIDTH, OUT = 6, 8, 10
 
@@ -77,7 +77,7 @@ def test_under_selective_checkpointing_the_kept_output_of_the_frozen_layer_does_
     theirs, ours = build_layers(Conv1D(OUT, WIDTH) if is_transposed else nn.Linear(WIDTH, OUT, bias=False))
     for layer in ours:
         layer.__class__ = CopyingLinear
-    apply_activation_checkpointing(list(ours), "selective")
+    checkpoint_activations(list(ours), "selective")
     expected, _ = run(theirs, dtype)
     found, _ = run(ours, dtype)
     for one, other in zip(found, expected, strict=True):

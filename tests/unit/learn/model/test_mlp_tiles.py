@@ -8,7 +8,7 @@ from echelon.ground.errors import ConfigError
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.mlp_tiles import apply_tiles, find_mlps
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from tests.families import small_config, small_model
 
 TILES = 5
@@ -32,7 +32,7 @@ def test_loss_and_gradients_are_those_without_tiles(family, is_recomputed):
     layers = find_layers(model)
     apply_tiles(layers, find_mlps(model), TILES)
     if is_recomputed:
-        apply_activation_checkpointing(layers, "full")
+        checkpoint_activations(layers, "full")
     # Gradients of weights are added up in fp32, as wide as those of any training.
     for found, wanted in zip(differentiate(model, tokens), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
@@ -109,7 +109,7 @@ def test_nothing_is_as_wide_as_the_mlp_and_as_long_as_the_sequence():
         differentiate(model, tokens)
     assert (watch.largest, len(runs)) == (256 * 4096, 1)
     apply_tiles(find_layers(model), MLP, 16)
-    apply_activation_checkpointing(find_layers(model), "full")
+    checkpoint_activations(find_layers(model), "full")
     with Watch() as watch:
         differentiate(model, tokens)
     assert watch.largest == 64 * 4096, "the weights of the MLP are what is left"

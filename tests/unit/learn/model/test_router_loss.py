@@ -28,7 +28,7 @@ from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.objectives.pairs import DPO
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from tests.families import random_batch, small_config, small_model
 
 EXPERTS, CHOSEN = 8, 2
@@ -106,7 +106,7 @@ def gradients(model, loss, batches, checkpointing="none", compiled=False):
     model = copy.deepcopy(model).train()
     layers, tap = find_layers(model), RouterTap(model, loss.routers)
     tap.open_inside(layers)
-    apply_activation_checkpointing(layers, checkpointing)
+    checkpoint_activations(layers, checkpointing)
     if compiled:
         apply_compile(layers, "aot_eager")
     tap.open_outside(layers)

@@ -7,7 +7,7 @@ import torch
 
 from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing
+from echelon.learn.parallel.kept_activations import checkpoint_activations
 from echelon.planner.memory import estimate_memory, estimate_parts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
@@ -31,7 +31,7 @@ def differentiate(backbone):
 def test_every_nth_layer_runs_again(every, again):
     plain, backbone = build(), build()
     layers, runs = find_layers(backbone), [0] * DEPTH
-    apply_activation_checkpointing(layers, "full", every)
+    checkpoint_activations(layers, "full", every)
 
     def count(place):
         runs[place] += 1

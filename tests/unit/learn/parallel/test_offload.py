@@ -10,7 +10,7 @@ from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.parts import find_layers
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.parallel.kept_activations import apply_activation_checkpointing, apply_activation_offloading
+from echelon.learn.parallel.kept_activations import checkpoint_activations, offload_activations
 from tests.families import small_model
 from tests.late_copies import LateCopies
 from tests.unit.learn.model.test_document_mask import packed
@@ -24,11 +24,11 @@ def build(family="llama", side=None, checkpointing="none", compiles=False, small
     depth = {} if family == "gpt2" else {"num_hidden_layers": DEPTH}
     model = small_model(family, **depth, **fields).train()
     layers = find_layers(model)
-    apply_activation_checkpointing(layers, checkpointing)
+    checkpoint_activations(layers, checkpointing)
     if compiles:
         apply_compile(layers, "aot_eager")
     if side is not None:
-        apply_activation_offloading(layers, side, smallest, horizon)
+        offload_activations(layers, side, smallest, horizon)
     return model
 
 
@@ -247,7 +247,7 @@ class InPlace(nn.Module):
 
 def test_a_saved_tensor_that_is_changed_in_place_is_refused():
     layers = nn.ModuleList([InPlace(), nn.Linear(8, 8), nn.Linear(8, 8)])
-    apply_activation_offloading(layers, LateCopies(), 1)
+    offload_activations(layers, LateCopies(), 1)
     hidden = layers[0](torch.ones(4, 8, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"shape \(4, 8\) .* changed in place; .*activation_offloading=false"):
         layers[1](hidden)

@@ -172,7 +172,7 @@ def test_each_rank_under_another_launcher_is_refused_with_one_message(tmp_path):
 @pytest.mark.slow
 def test_a_gpu_that_is_lost_between_two_starts_ends_the_run(tmp_path):
     """A worker that is started again sees one GPU less than its parent saw; here the parent was allowed to see none."""
-    run = tmp_path / "runs" / "tiny"
+    run = tmp_path / "runs" / "demo"
     env = machine(tmp_path, ECHELON_GPUS="2 launch.slurm.gpus_per_node=2")
     code, said = train(tmp_path, env, "train.allow_cpu=true", "--nproc", "1", stderr=subprocess.STDOUT)
     assert code == 0 and "train.allow_cpu=true: training on the CPU; launch.slurm.gpus_per_node=2: 1 GPU" in said
@@ -186,7 +186,7 @@ def test_a_gpu_that_is_lost_between_two_starts_ends_the_run(tmp_path):
     outcome = json.loads((run / ".outcomes" / "rank-0.json").read_text())
     assert (outcome["code"], outcome["final"]) == (2, True)
     assert "2 GPUs were asked for" in outcome["message"]
-    code, said = train(tmp_path, machine(tmp_path), "train.steps=3", "--nproc", "1", stderr=subprocess.STDOUT)
+    code, said = train(tmp_path, machine(tmp_path), "train.steps=12", "--nproc", "1", stderr=subprocess.STDOUT)
     assert code == 0 and "asked for" not in said, said
 
 

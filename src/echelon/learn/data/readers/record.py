@@ -38,7 +38,7 @@ Example = Mapping[str, Any]
 
 Content = bytes | TokenIds | Example
 
-_STORED = {"text": "text", "tokens": "input_ids"}
+STORED = {"text": "text", "tokens": "input_ids"}
 _SPLIT_KEY = b"echelon validation 1"
 _TEXT_KEY = b"echelon document text 1"
 _IDS_KEY = b"echelon document ids 1"
@@ -76,16 +76,8 @@ class Fields:
 
     def to_stored(self) -> dict[str, Any]:
         """The fields as files of prepared data have them: those of plain text by what they hold."""
-        if self.format is not None:
-            return {"format": self.format, "names": self.names}
-        return {kind: dict(self.names).get(name) for kind, name in _STORED.items()}
-
-    @classmethod
-    def from_stored(cls, stored: Mapping[str, Any]) -> "Fields":
-        """The opposite of `to_stored`."""
-        if "format" in stored:
-            return cls(stored["format"], tuple(map(tuple, stored["names"])))
-        return cls(names=tuple((name, stored[kind]) for kind, name in _STORED.items() if stored[kind] is not None))
+        plain = {kind: dict(self.names).get(name) for kind, name in STORED.items()}
+        return plain if self.format is None else {"format": self.format, "names": self.names}
 
     def without_ids(self) -> "Fields | None":
         """The same fields where no field has token ids; None if there are no others."""

@@ -35,7 +35,7 @@ from echelon.ground.stored import parse_json, read_json, validator_of, write_jso
 from echelon.learn.data.catalog import INDEX_DTYPE, TARGETS_DTYPE, PackRecord, SampleRule
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
 from echelon.learn.data.packing import PackedDataset, write_packs
-from echelon.learn.data.readers.record import PIECE_BYTES, Broken, Fields, SourceFile
+from echelon.learn.data.readers.record import PIECE_BYTES, STORED, Broken, Fields, SourceFile
 from echelon.learn.data.record_counts import RecordCounts
 from echelon.learn.data.shards import DTYPES, GOOD, Samples, ShardRecord, ShardWriter, TokenStore
 from echelon.learn.data.sinks import SampleCounts, SinkState, open_sink
@@ -453,7 +453,9 @@ def load_plan(folder: Path) -> StreamPlan:
 
 def _parse_file(values: dict[str, Any]) -> SourceFile:
     rows, fields = values["rows"] and tuple(values["rows"]), values["fields"]
-    return SourceFile(**{**values, "path": Path(values["path"]), "fields": Fields.from_stored(fields), "rows": rows})
+    names = fields.get("names") or [(name, fields[kind]) for kind, name in STORED.items() if fields.get(kind)]
+    parsed = Fields(fields.get("format"), tuple(map(tuple, names)))
+    return SourceFile(**{**values, "path": Path(values["path"]), "fields": parsed, "rows": rows})
 
 
 def digest_plan(plan: StreamPlan) -> str:
