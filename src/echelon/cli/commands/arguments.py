@@ -3,23 +3,19 @@ model."""
 
 import json
 import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from echelon.cli.commands.terminal import report_failure
 from echelon.ground.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.recipe.document import Recipe
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from echelon.cli.commands.terminal import report_failure
-
-if TYPE_CHECKING:
     from echelon.learn.distributed.runtime import Runtime as Team
+    from echelon.recipe.document import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -1,30 +1,22 @@
 """`echelon launch`, `runs`, `status`, `logs` and `cancel`: submit jobs; list, query, read and stop runs and jobs."""
 
 import json
+import logging
 import os
 import signal
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.commands.arguments import JsonOption
+from echelon.cli.commands.arguments import JsonOption, OverridesArgument, RecipeArgument, parse_hosts, read_recipe
 from echelon.cli.commands.terminal import complain, report_failure, show
-from echelon.ground.errors import ConfigError, EchelonError
+from echelon.ground.errors import ConfigError, EchelonError, LaunchError
 from echelon.ground.redaction import redact_text
-
-if TYPE_CHECKING:
-    from echelon.launch.job import JobRecord, JobStatus
-import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-from echelon.cli.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
-from echelon.ground.errors import LaunchError
 from echelon.ground.stop_request import handled
 
 if TYPE_CHECKING:

@@ -3,9 +3,10 @@ which samples from it, or talks to it on a terminal or by messages from a pipe."
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,29 +15,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.commands.arguments import JsonOption, ShardsOption, TargetArgument, parse_nproc, run_with_model
+from echelon.cli.commands.arguments import (
+    JsonOption,
+    RunArgument,
+    ShardsOption,
+    TargetArgument,
+    parse_nproc,
+    run_with_model,
+)
 from echelon.cli.commands.options import OptionsOf
-from echelon.cli.commands.terminal import log_to_stderr, show, show_made, show_piece
+from echelon.cli.commands.terminal import complain, log_to_stderr, show, show_made, show_piece
 from echelon.ground.errors import ConfigError
 from echelon.ground.stored import MAX_ROWS_BYTES, read_text
 
 if TYPE_CHECKING:
-    from echelon.learn.distributed.runtime import Runtime as Team
-    from echelon.tools.inference.generate import Sample
-import re
-from contextlib import suppress
-from typing import TYPE_CHECKING
-
-from echelon.cli.commands.terminal import complain
-
-if TYPE_CHECKING:
     from echelon.learn.answers.sampling import Sampling
-    from echelon.tools.inference.dialogue import Dialogue
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from echelon.learn.distributed.runtime import Runtime as Team
-from echelon.cli.commands.arguments import RunArgument
+    from echelon.tools.inference.dialogue import Dialogue
+    from echelon.tools.inference.generate import Sample
 
 # Characters of a prompt in the header of its samples.
 _HEADER_WIDTH = 60

@@ -3,15 +3,16 @@
 import io
 import json
 import logging
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple, fields
 from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import is_disk_full
 from echelon.ground.logs import EMPHASIZED, ON_PROGRESS_BAR, find_bar_console
-from echelon.ground.sizes import render_duration
+from echelon.ground.sizes import render_bytes, render_duration, render_gib
 from echelon.ground.stored import open_to_append
 from echelon.planner.memory_parts import MemoryParts
 from echelon.recipe.batches import BatchSchedule
@@ -24,10 +25,6 @@ from echelon.run.journal.trackers import MetricsForwarder
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
-import re
-from dataclasses import astuple, fields
-
-from echelon.ground.sizes import render_bytes, render_gib
 
 logger = logging.getLogger(__name__)
 

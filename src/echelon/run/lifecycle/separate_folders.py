@@ -8,27 +8,26 @@ Machines of a quorum are checked and prepared here too.
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, EchelonError, LaunchError
+from echelon.ground.hosts import HostGroup
 from echelon.ground.launch_environment import find_place
 from echelon.ground.logs import warnings_only
 from echelon.ground.stored import read_text, write_text
+from echelon.ground.variables import Place, read_environment
 from echelon.learn.checkpoint.given_models import RECORD
+from echelon.planner.hardware.detection import detect_launched_cluster
+from echelon.planner.replica_limits import refuse_living_on
 from echelon.recipe.document import Recipe
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.lifecycle.setup import prepare_run
+from echelon.run.supervise.outcome import DONE, Outcome, is_final
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-from functools import partial
-
-from echelon.ground.hosts import HostGroup
-from echelon.ground.variables import Place, read_environment
-from echelon.planner.hardware.detection import detect_launched_cluster
-from echelon.planner.replica_limits import refuse_living_on
-from echelon.run.lifecycle.setup import prepare_run
-from echelon.run.supervise.outcome import DONE, Outcome, is_final
 
 _COMMITS, _DONE, _FAILURE = "echelon/hub/commits", "echelon/hub/done", "echelon/hub/failure"
 _GONE = "rank 0 ended before the run was prepared; see its message."

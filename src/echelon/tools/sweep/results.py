@@ -3,30 +3,27 @@ plots."""
 
 import csv
 import io
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echelon.ground.run_files import is_metrics_row
 from echelon.ground.sizes import render_duration
-from echelon.ground.stored import write_json, write_text
+from echelon.ground.stored import Row, open_regular, parse_row, whole_lines, write_json, write_text
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_inline
+from echelon.run.folder.run_folder import RunFolder
 from echelon.tools.sweep.space import Space, Values
 from echelon.tools.sweep.study import MESSAGE, SweepStudy
-from echelon.tools.sweep.sweep_file import Sweep
+from echelon.tools.sweep.sweep_file import TASKS, Sweep, SweepSettings
 from echelon.tools.sweep.sweep_folder import SweepFolder
 
 if TYPE_CHECKING:
     from optuna import Study
-import math
-
-from echelon.ground.run_files import is_metrics_row
-from echelon.ground.stored import Row, open_regular, parse_row, whole_lines
-from echelon.run.folder.run_folder import RunFolder
-from echelon.tools.sweep.sweep_file import TASKS, SweepSettings
 
 _STATES = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished", "WAITING": "unfinished"}
 _LONGEST_MESSAGE = 60
