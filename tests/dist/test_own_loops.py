@@ -136,9 +136,9 @@ def test_a_stopped_loop_saves_and_resumes(folder):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("sync={name: quorum}", "sync.name=quorum: train.loop=loops:smallest trains by another loop"),
-        ("sync={name: parameter_server}", "sync.name=parameter_server: train.loop=loops:smallest trains by another"),
-        ("engine=horovod", "engine=horovod: train.loop=loops:smallest trains by another loop"),
+        ("sync={name: quorum}", "sync.name=quorum: train.loop=loops:smallest replaces echelon's usual loop"),
+        ("sync={name: parameter_server}", "sync.name=parameter_server: train.loop=loops:smallest replaces echelon's"),
+        ("engine=horovod", "engine=horovod: train.loop=loops:smallest replaces echelon's usual loop"),
         ("fault.on_bad_step=rollback", "use fault.on_bad_step=stop or skip, or remove train.loop"),
         ("fault.spike_factor=10", "remove fault.spike_factor, or remove train.loop"),
         ("train.loop=loops:absent", "train.loop=loops:absent: the module loops has no absent; correct the name."),

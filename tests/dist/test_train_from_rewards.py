@@ -331,7 +331,7 @@ def test_a_reward_that_is_not_there_is_refused(folder):
         ),
         (["objective.name=causal_lm"], "has no effect with objective.name=causal_lm; set objective.name: grpo, or rem"),
         (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name: dpo"),
-        (["sync.name=local_sgd"], "sync.name=local_sgd: objective.name=grpo trains by another loop"),
+        (["sync.name=local_sgd"], "sync.name=local_sgd: objective.name=grpo replaces echelon's usual loop"),
         (
             ["rollout.sampler=transformers", "rollout.top_k=5"],
             "rollout.top_k=5: rollout.sampler=transformers draws from all tokens; use rollout.top_k=0",
