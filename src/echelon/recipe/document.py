@@ -57,7 +57,7 @@ def _name_objectives(is_meant: Callable[[ObjectiveRow], bool]) -> tuple[str, ...
 
 _OTHER_LOOP = (
     Limit("engine", (NATIVE,), "replaces echelon's usual loop, and other engines run only that one"),
-    Limit("sync.name", ("every_step",), "replaces echelon's usual loop, and only that one has other ways to synchronize"),
+    Limit("sync.name", ("every_step",), "replaces echelon's usual loop, and only that one synchronizes otherwise"),
     Limit("fault.on_bad_step", ("stop", "skip"), "replaces echelon's usual loop by one that echelon cannot rewind"),
     Limit("fault.spike_factor", (None,), "replaces echelon's usual loop by one that applies a step before its record"),
 )
