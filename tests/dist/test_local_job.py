@@ -97,7 +97,7 @@ def test_killed_rank_is_restarted_without_waiting_for_a_hanging_peer(tmp_path, m
     assert restart == "restart 1 of 1: from the beginning"
     events = read_lines(tmp_path / "events.jsonl")
     assert [row["event"] for row in events] == ["failure", "restart"]
-    # The report of the death, one second of grace, the agent's polling; not the 30 s of torchrun's agent.
+    # The report of the death, one second of grace, the agent's polling.
     assert 1 < events[1]["detection_seconds"] < 15
 
 

@@ -1,6 +1,5 @@
 """Agents of several machines, run on one: a lost rank, a refusal, a stop, machines that share no folder."""
 
-import base64
 import json
 import shutil
 import signal
@@ -21,7 +20,6 @@ from tests.dist.command import (
     start,
     write_recipe,
 )
-from tests.hostile import hostile_pickle
 from tests.parity.training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -109,28 +107,12 @@ def test_a_killed_rank_is_restarted_and_the_curve_equals_one_process(agents, tmp
     assert_same_curve(train_rows(run), train_alone(tmp_path, 300))
 
 
-def test_a_malicious_rendezvous_state_is_not_executed_and_ends_all(agents, tmp_path):
-    """Anyone who can reach the port can write to the store."""
-    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every": 100_000})
-    coordinator, guest = agents()
-    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', coordinator, 120)
-    assert {address for _, address, _ in find_listeners()} == {"127.0.0.1"}, "the interface that they talk over"
-    host, port = coordinator.args[coordinator.args.index("--rendezvous") + 1].split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    payload = hostile_pickle(tmp_path / "pwned")
-    store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
-    endings = [finish(each, 60) for each in (coordinator, guest)]
-    assert not (tmp_path / "pwned").exists()
-    assert [each.code for each in endings] == [1, 1], endings
-    assert any("contains data that no agent wrote (posix.mkdir)" in each.err for each in endings), endings
-    assert not any("Traceback" in each.err for each in endings), endings
-
-
 def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path):
     write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
     coordinator, guest = agents()
     await_line(run.metrics_path, '"step": 30,', coordinator, 120)
+    assert {address for _, address, _ in find_listeners()} == {"127.0.0.1"}, "the interface that they talk over"
     guest.send_signal(signal.SIGUSR1)
     endings = [finish(each, 60) for each in (coordinator, guest)]
     assert [each.code for each in endings] == [3, 3], endings

@@ -74,9 +74,9 @@ def test_a_stopped_task_goes_on_elsewhere_from_its_remote_checkpoint(tmp_path):
     job.recipe_path.write_text(yaml.safe_dump(RECIPE | sections))
     task = yaml.safe_load(launcher.render(job)["task.yaml"])
     with machines(2, tmp_path) as network:
-        pair = network[::-1]  # SkyPilot's head is not the machine with the first address
+        pair = network[::-1]  # the head, which gets rank 0, is not the machine with the first address
         processes = start(task, pair, tmp_path / "first")
-        run = RunFolder(tmp_path / "first" / "node-1" / RUN)
+        run = RunFolder(tmp_path / "first" / pair[0].name / RUN)
         while not run.metrics_path.exists() or len(run.metrics_path.read_text().splitlines()) < 15:
             assert all(process.poll() is None for process in processes), read_logs(tmp_path / "first")
             time.sleep(0.1)
@@ -89,7 +89,7 @@ def test_a_stopped_task_goes_on_elsewhere_from_its_remote_checkpoint(tmp_path):
         processes = start(task, pair, tmp_path / "second")
         assert [process.wait(SECONDS) for process in processes] == [0, 0], read_logs(tmp_path / "second")
     assert "Resuming from step-" in read_logs(tmp_path / "second")
-    after = read_lines(RunFolder(tmp_path / "second" / "node-1" / RUN).metrics_path)
+    after = read_lines(RunFolder(tmp_path / "second" / pair[0].name / RUN).metrics_path)
     rows, kept = ([row for row in found if row["kind"] == "train"] for found in (after, before))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row[key] == old[key] for row, old in zip(rows, kept, strict=False) for key in EXACT)

@@ -28,10 +28,10 @@ class HostGroup:
 
     `coordinates`: whether this machine is the coordinator; None: it is if the address is its own. `interface`: the
     network interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the
-    same run folder. `name`: this machine's name for the others; torch assigns ranks in the order of the names, else of
-    the addresses. `num_spares`: so many machines more wait, and take the places of lost ones. `lives_on`: whether
-    the processes that are left stay, and the job may end well without a lost machine: with a quorum, and where lost
-    processes are replaced.
+    same run folder. `name`: this machine's name; ranks are assigned to the coordinator first, then in the order of the
+    names, else of the addresses. `num_spares`: so many machines more wait, and take the places of lost ones.
+    `lives_on`: whether the processes that are left stay, and the job may end well without a lost machine: with a
+    quorum, and where lost processes are replaced.
     """
 
     min_nodes: int

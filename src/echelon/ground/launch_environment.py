@@ -101,7 +101,7 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
     env = os.environ if env is None else env
     hosts, rank = _list_rented(env)
     if hosts:
-        own_host, first = hosts[rank], min(hosts)  # the machine that torch gives rank 0
+        own_host, first = hosts[rank], hosts[0]
         shares = env.get(SHARED_VARIABLE) == "1"
         return HostGroup(len(hosts), len(hosts), first, _RENTED_PORT, own_host == first, None, shares, own_host)
     if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
@@ -308,14 +308,8 @@ def find_last_end(sign_of_life: Path) -> LastEnd | None:
     ended_at = sign_of_life.stat().st_mtime if sign_of_life.exists() else 0.0
     if RESTART_VARIABLE in os.environ:
         fields = json.loads(os.environ[RESTART_VARIABLE])
-        recorded = LastEnd(fields["ended_at"], fields["detection_seconds"])
-        # By echelon's agent. torchrun's agent may have restarted all workers since then, when a machine joined.
-        return recorded if find_host_dir() is None or ended_at < recorded.time else LastEnd(ended_at, None)
-    if "TORCHELASTIC_RUN_ID" in os.environ and not is_managed() and ended_at:
-        # Under echelon's own agent, compare with the start of the agent.
-        is_first = find_host_dir() is not None and ended_at < _command_start()[0]
-        return None if is_first else LastEnd(ended_at, None)
-    return None
+        return LastEnd(fields["ended_at"], fields["detection_seconds"])
+    return LastEnd(ended_at, None) if "TORCHELASTIC_RUN_ID" in os.environ and ended_at else None
 
 
 def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
@@ -364,13 +358,12 @@ def replica_environment(
     `member`: the name of the process; `address` and `port`: those of its keeper's store.
     """
     rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
-    local = {"LOCAL_RANK": str(rank % num_local), "LOCAL_WORLD_SIZE": str(num_local)}
-    return {**rank_environment(rank, world_size), **local, **rendezvous}
+    return {**rank_environment(rank, world_size, rank % num_local, num_local), **rendezvous}
 
 
-def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """The variables that place a rank in a job whose ranks are all on this machine."""
-    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+def rank_environment(rank: int, world_size: int, local_rank: int, num_local: int) -> dict[str, str]:
+    """The variables that place a rank in a job, and among the `num_local` ranks of this machine."""
+    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": num_local}
     return {key: str(value) for key, value in ranks.items()}
 
 

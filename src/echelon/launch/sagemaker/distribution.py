@@ -1,6 +1,6 @@
 """`launch.sagemaker.distribution`: translate the distribution dictionaries of SageMaker's SDK to echelon settings.
 
-Every distribution starts the same processes with torchrun's agent; only the plan, the backend and variables differ.
+Every distribution starts the same processes with echelon's agent; only the plan, the backend and variables differ.
 Rules for combinations: sagemaker-python-sdk v2, `fw_utils.validate_distribution`.
 """
 
@@ -171,14 +171,14 @@ def _read_mpi_options(key: str, options: Any, lines: list[str]) -> dict[str, str
             lines.append(f"{key}: {word} is ignored, since mpirun is not used")
         else:
             raise ConfigError(
-                f"{key}: {word} is an option of mpirun, but torchrun's agent starts echelon's processes; keep "
+                f"{key}: {word} is an option of mpirun, but echelon's agent starts echelon's processes; keep "
                 "-x NAME=VALUE and remove the rest."
             )
     return variables
 
 
 def _map_mpi(launch: LaunchConfig, settings: Mapping[str, Any], lines: list[str]) -> dict[str, Any]:
-    lines.append(f"{KEY}.mpi: the same processes, started by torchrun's agent on each machine")
+    lines.append(f"{KEY}.mpi: the same processes, started by echelon's agent on each machine")
     count, key = settings.get("processes_per_host"), f"{KEY}.mpi.processes_per_host"
     if count is None:
         return {}
@@ -197,7 +197,7 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
             f"{KEY}.pytorchddp is DDP, and parallel={recipe.parallel} is another strategy; use torch_distributed, "
             "or remove parallel."
         )
-    lines.append(f"{KEY}.pytorchddp -> parallel=ddp over NCCL, started by torchrun's agent")
+    lines.append(f"{KEY}.pytorchddp -> parallel=ddp over NCCL, started by echelon's agent")
     return {"parallel": "ddp"}
 
 
@@ -207,7 +207,7 @@ def _map_mirrored(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{name} is TensorFlow's, and engine={recipe.engine} is another one; remove one.")
     if strategy != "multi_worker":
         raise ConfigError(f"{name} contradicts tensorflow.strategy={strategy}; remove one.")
-    lines.append(f"{name} -> engine=tensorflow, tensorflow.strategy=multi_worker, started by torchrun's agent")
+    lines.append(f"{name} -> engine=tensorflow, tensorflow.strategy=multi_worker, started by echelon's agent")
     return {"engine": "tensorflow"}
 
 
@@ -217,7 +217,7 @@ def _map_parameter_server(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{name} is for engine={NATIVE}, and the recipe has engine={recipe.engine}; remove one.")
     if sync not in (EVERY_STEP, PARAMETER_SERVER):
         raise ConfigError(f"{name} contradicts sync.name={sync}; remove one.")
-    lines.append(f"{name} -> sync.name={PARAMETER_SERVER} of the native engine, started by torchrun's agent")
+    lines.append(f"{name} -> sync.name={PARAMETER_SERVER} of the native engine, started by echelon's agent")
     return {"sync.name": PARAMETER_SERVER}
 
 

@@ -65,7 +65,7 @@ from echelon.run.supervise.outcome import (
     report,
     write_outcome,
 )
-from echelon.run.supervise.restart import LEAVING_VARIABLE, forget_ended
+from echelon.run.supervise.restart import LEAVING_VARIABLE
 from echelon.run.supervise.warm_start import WarmStart, workers_warmed
 from echelon.run.supervise.workers import Workers, memory_held
 
@@ -290,7 +290,7 @@ def _refuse_snapshots(recipe: Recipe) -> None:
 def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
     """Run one rank started by echelon's agent of this machine; writes its outcome to `place` for the agent.
 
-    Exits with 0 when the job is done. Collective: every rank calls it.
+    Exits with 0 when the job is done, or stopped after a save. Collective: every rank calls it.
     """
     from echelon.run.lifecycle.worker import leave, leave_after_peers, listen_for_stops
 
@@ -298,14 +298,13 @@ def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
     folder = RunFolder(recipe.run.dir, place)
     rank = find_place().rank
     stop = listen_for_stops(folder)
-    forget_ended(folder)
     leave_after_peers(folder)
     try:
         outcome = train_as_rank(recipe, False, stop)
     except EchelonError as error:
         outcome = Outcome(error.exit_code, str(error))
         write_outcome(place, report(rank, error.exit_code, str(error), is_secondary(error), is_final(error)))
-    leave(0 if outcome.code == DONE else 1)
+    leave(0 if outcome.code in (DONE, STOPPED) else 1)
 
 
 def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) -> Outcome:

@@ -13,7 +13,7 @@ import threading
 import time
 from bdb import BdbQuit
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pdb import Pdb
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -34,10 +34,9 @@ from echelon.ground.stored import open_to_append
 from echelon.ground.variables import read_environment, set_variables
 from echelon.run.lifecycle.worker import leave, run_rank
 from echelon.run.supervise.agent import network_variables
-from echelon.run.supervise.outcome import DONE, FAILED, Outcome, ProcessDeath, find_cause, read_outcomes
-from echelon.run.supervise.restart import deaths_watched
-from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
-from echelon.run.supervise.workers import Workers
+from echelon.run.supervise.outcome import DONE, FAILED, Outcome, find_cause, read_outcomes
+from echelon.run.supervise.warm_start import WarmStart
+from echelon.run.supervise.workers import LocalRanks, Workers
 
 _ADDRESS = "127.0.0.1"
 _LOOK_SECONDS = 0.2
@@ -52,9 +51,8 @@ class TerminalRank:
         """`warm`: the process that forks the other ranks; without one each starts an interpreter."""
         self._job = job
         self._rank = rank
-        self._warm = warm
         self._folder = job.folder
-        self._others: dict[int, StartedWorker] = {}
+        self._others = LocalRanks(job.folder, warm)
         self._is_over = threading.Event()
         self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
 
@@ -67,17 +65,17 @@ class TerminalRank:
         try:
             for rank in range(count):
                 if rank != self._rank:
-                    variables = rank_environment(rank, count)
-                    self._others[rank] = start_worker(self._job.argv, {**environment, **variables}, self._warm)
+                    place = rank_environment(rank, count, rank, count)
+                    self._others.start(self._job.argv, rank, {**environment, **place})
+            watch = threading.Thread(target=self._others.wait, name="other-ranks", daemon=True)
+            watch.start()
             job_variables = {name: value for name, value in self._job.env.items() if name != AGENT_PID_VARIABLE}
-            set_variables({**job_variables, **common, **rank_environment(self._rank, count)})
-            with deaths_watched(self._folder, count - 1) if count > 1 else nullcontext():
-                if self._train():
-                    for worker in self._others.values():
-                        worker.wait()
+            set_variables({**job_variables, **common, **rank_environment(self._rank, count, self._rank, count)})
+            if self._train():
+                watch.join()
         finally:
             self._is_over.set()
-            end_workers(list(self._others.values()), self._folder)
+            self._others.end()
         return self._find_outcome()
 
     def _train(self) -> bool:
@@ -144,15 +142,12 @@ class TerminalRank:
             self._end(message)
 
     def _find_outcome(self) -> Outcome:
-        codes = {rank: worker.poll() for rank, worker in self._others.items()}
-        deaths = [ProcessDeath(rank, self._others[rank].pid, code, time.time()) for rank, code in codes.items() if code]
-        return find_cause(read_outcomes(self._folder.outcomes_dir), deaths, self._folder.logs_dir).outcome
+        outcomes = read_outcomes(self._folder.outcomes_dir)
+        return find_cause(outcomes, self._others.deaths, self._folder.logs_dir).outcome
 
     def _end(self, message: str) -> NoReturn:
         """End all ranks without cleanup, with a message, from any thread."""
-        for worker in self._others.values():
-            with suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+        self._others.kill()
         if self._terminal is not None:  # the debugger may be reading a line
             termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
         line = f"echelon: {message}"

@@ -8,10 +8,11 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from statistics import median
 
+from echelon.ground.foreign_launchers import in_number_order
 from echelon.planner.hardware.health import Health
 from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.agent_votes import Watch
@@ -24,8 +25,8 @@ _SLOW = 0.5
 # Deaths on different machines are put in order by their times, and a shared folder's files are compared by theirs.
 _CLOCK_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
-# How long too few machines without a fault wait for more of an elastic job.
-_LAST_CALL_SECONDS = 30.0
+# How long the first machines of an elastic job wait for others; and how long if too few of them are without a fault.
+_LAST_CALL_SECONDS, _HEALTHY_SECONDS = 5.0, 30.0
 
 
 class Severity(IntEnum):
@@ -55,23 +56,27 @@ class MachineReport:
 
     Attributes:
         problems: those it knows.
+        num_processes: how many ranks it starts.
+        name: that by which the machines are ordered, and so their ranks.
         rates: FLOP/s and bytes/s by kind, as of `Health`.
         clock: the seconds that its clock is ahead of the coordinator's, at least and at most.
     """
 
     problems: tuple[Problem, ...] = ()
+    num_processes: int = 1
+    name: str = ""
     rates: Mapping[str, float] = field(default_factory=dict)
     clock: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
-    def of(health: Health, missing: str | None, fault: FaultConfig) -> "MachineReport":
+    def of(health: Health, missing: str | None, fault: FaultConfig, num_processes: int, name: str) -> "MachineReport":
         """The condition of this machine. `missing`: the message if it lacks GPUs that its job asked for."""
         severity = Severity.ENDS if fault.on_bad_machine == "leave_out" else Severity.NAMED
         problems = [Problem(words, severity) for words in health.faults]
         problems += [Problem(words, _slow_severity(fault)) for words in health.slowdowns]
         if missing is not None:
             problems.insert(0, Problem(missing.rstrip("."), Severity.REFUSES))
-        return MachineReport(tuple(problems), health.rates)
+        return MachineReport(tuple(problems), num_processes, name, health.rates)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Admission:
     def __init__(self, watch: Watch, fault: FaultConfig) -> None:
         self._watch = watch
         self._fault = fault
-        self._short_since: float | None = None
+        self._enough_since: float | None = None
         self._lost: set[str] = set()
 
     def present(self, condition: MachineReport) -> AdmissionResult:
@@ -144,11 +149,19 @@ class Admission:
         if not watch.coordinates:
             if (clock := self._measure_clock()) is None:
                 return AdmissionResult(False, ends=True, code=DONE)
-            condition = MachineReport(condition.problems, condition.rates, clock)
+            condition = replace(condition, clock=clock)
         watch.store.set(self._key("condition", watch.host), json.dumps(asdict(condition)))
         if not self._await(key := self._key("answer", watch.host)):
             return AdmissionResult(False, ends=True, code=DONE)
         return AdmissionResult(**json.loads(watch.store.get(key)))
+
+    def await_team(self) -> list[tuple[str, int]] | None:
+        """Wait for who trains in this attempt, see `Watch.form_team`; None if the attempt is over before."""
+        while (team := self._watch.find_team()) is None:
+            if self._watch.is_closed():
+                return None
+            time.sleep(_LOOK_SECONDS)
+        return team
 
     def look(self) -> None:
         """On the coordinator, now and then during the whole attempt: answer those who wait, if it can be decided."""
@@ -177,40 +190,55 @@ class Admission:
         problems = judge(conditions, self._fault)
         worst = {host: max((p.severity for p in of_host), default=Severity.NAMED) for host, of_host in problems.items()}
         taken = [host for host in conditions if worst[host] == Severity.NAMED and not self._watch.is_silent(host)]
-        if len(taken) < self._watch.group.min_nodes:
-            if self._may_grow(len(conditions)):
+        group, is_formed = self._watch.group, self._watch.find_team() is not None
+        if len(taken) < group.min_nodes:
+            if self._expects_more(len(conditions), group.max_machines, _HEALTHY_SECONDS):
                 return
             taken = [host for host in conditions if worst[host] < Severity.ENDS]
-        if len(taken) < self._watch.group.min_nodes:
+        elif (
+            group.is_elastic
+            and not is_formed
+            and self._expects_more(len(conditions), group.max_nodes, _LAST_CALL_SECONDS)
+        ):
+            return
+        if len(taken) < group.min_nodes:
             ending = self._describe_ending(problems)
             for host in waiting:
                 self._answer(host, ending)
             return
-        self._take(taken, self._find_spares(taken, waiting), waiting, problems)
+        team = self._choose_team(taken)
+        if not is_formed and not group.lives_on:
+            order = sorted(team, key=lambda host: (host != self._watch.host, *in_number_order(conditions[host].name)))
+            self._watch.form_team([(host, conditions[host].num_processes) for host in order])
+        self._take(taken, team, waiting, problems)
+        if is_formed and group.is_elastic and len(team) < group.max_nodes and set(waiting) & set(taken):
+            self._watch.meet_again()
 
-    def _find_spares(self, fit: Sequence[str], waiting: Sequence[str]) -> list[str]:
-        """Of the machines that could take part, those that are not needed; if possible those that were spares before.
+    def _choose_team(self, fit: Sequence[str]) -> list[str]:
+        """Of the machines that could take part, those that do; once ranks run no other one, until all meet again.
 
-        Where processes live on, all take part: their keeper gives a machine that comes later the place of a lost one.
+        Those that were spares before are so again if possible. Where processes live on, all take part: their keeper
+        gives a machine that comes later the place of a lost one.
         """
         watch = self._watch
-        if not watch.group.num_spares or watch.group.lives_on:
-            return []
-        order = sorted(fit, key=lambda host: (host in waiting, host != watch.host, watch.was_spare(host)))
-        return order[watch.group.max_nodes :]
+        if watch.group.lives_on:
+            return list(fit)
+        if (team := watch.find_team()) is not None:
+            return [host for host, _ in team]
+        return sorted(fit, key=lambda host: (host != watch.host, watch.was_spare(host)))[: watch.group.max_nodes]
 
     def _take(
         self,
         taken: Sequence[str],
-        spares: Sequence[str],
+        team: Sequence[str],
         waiting: Sequence[str],
         problems: Mapping[str, Sequence[Problem]],
     ) -> None:
         """Answer those who wait: of the machines that are taken, some are spares; the others are left out."""
         for host in waiting:
             words = "; ".join(problem.words for problem in problems[host])
-            if host in spares:
-                logger.info(f"machine {host} is a spare")
+            if host in taken and host not in team:
+                logger.info(f"machine {host} {'is a spare' if self._watch.group.num_spares else 'joins'}")
                 self._watch.hold(host)
                 self._answer(host, AdmissionResult(False, is_spare=True))
                 continue
@@ -218,18 +246,18 @@ class Admission:
                 logger.warning(f"machine {host} is left out: {words}")
             elif words:
                 logger.warning(f"machine {host}: {words}")
-            if host in taken and self._watch.attempt and self._watch.was_spare(host):
+            if host in taken and self._watch.group.num_spares and self._watch.was_spare(host):
                 logger.info(f"machine {host}, a spare, takes the place of another one")
             self._answer(host, AdmissionResult(host in taken, words))
 
-    def _may_grow(self, count: int) -> bool:
-        """Whether more machines may come, while too few without a fault are there."""
-        group, now = self._watch.group, time.monotonic()
-        if count < group.min_nodes:
-            self._short_since = None
+    def _expects_more(self, count: int, most: int, seconds: float) -> bool:
+        """Whether enough machines are not there yet, or more may come some time after that."""
+        now = time.monotonic()
+        if count < self._watch.group.min_nodes:
+            self._enough_since = None
             return True
-        self._short_since = now if self._short_since is None else self._short_since
-        return count < group.max_machines and now - self._short_since < _LAST_CALL_SECONDS
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        return count < most and now - self._enough_since < seconds
 
     def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> AdmissionResult:
         """Why the job ends on all machines: too few are left without the bad ones."""
@@ -267,7 +295,8 @@ class Admission:
     def _read(self, host: str) -> MachineReport:
         fields = json.loads(self._watch.store.get(self._key("condition", host)))
         low, high = fields["clock"]
-        return MachineReport(tuple(Problem(**problem) for problem in fields["problems"]), fields["rates"], (low, high))
+        problems = tuple(Problem(**problem) for problem in fields["problems"])
+        return MachineReport(**{**fields, "problems": problems, "clock": (low, high)})
 
     def _has(self, word: str, host: str) -> bool:
         return self._watch.store.check([self._key(word, host)])

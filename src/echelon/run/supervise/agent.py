@@ -1,30 +1,32 @@
-"""The agent of a machine: it starts the workers under torchrun's elastic agent, which runs inside this process.
+"""The agent of a machine: it starts the ranks of its machine, watches them, and ends them.
 
-Each machine of a job has one agent; a single machine is a group of one. Within an attempt, torchrun's agents meet,
-assign the ranks, and restart all workers when a machine joins. How an attempt ended, and whether there is another one,
-is decided once for all machines (`agent_votes.py`): torchrun's agents know exit codes, but neither the messages of
-ranks nor that a failure would recur, and they leave no room to remove partial files between two of their own attempts.
+Each machine of a job has one agent; a single machine is a group of one. In each attempt the agents meet, and one of
+them, the coordinator, says which machines take part and which ranks each has (`admission.py`). How an attempt ended,
+and whether there is another one, is decided once for all machines (`agent_votes.py`).
 """
 
 import json
 import logging
 import platform
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 from echelon.ground.errors import LaunchError, first_line
 from echelon.ground.hosts import HostGroup, await_name, find_interface, find_own_address
-from echelon.ground.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported, read_clock
+from echelon.ground.launch_environment import (
+    ADDRESS_VARIABLE,
+    RESTART_VARIABLE,
+    exported,
+    rank_environment,
+    read_clock,
+)
 from echelon.ground.logs import erase_progress_bar, keep_console_in
 from echelon.ground.open_files import allow_open_files
 from echelon.ground.run_files import is_run, newest_step
-from echelon.ground.scratch import scratch_folder
+from echelon.ground.sockets import find_free_port
 from echelon.ground.stop_request import read_stop_file
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
@@ -36,7 +38,7 @@ from echelon.run.supervise.agent_votes import LOST_SECONDS, AgentRendezvous
 from echelon.run.supervise.decision import Decision, HostReport
 from echelon.run.supervise.hands import Machines, NodeAgent
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
-from echelon.run.supervise.news import ENDING_SIGNALS, news_shared, stops_forwarded
+from echelon.run.supervise.news import AgentStopped, news_shared, stops_forwarded
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
@@ -50,28 +52,17 @@ from echelon.run.supervise.outcome import (
     is_peer_leaving,
     read_outcomes,
 )
-from echelon.run.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.run.supervise.replica_keeper import ReplicaSupervisor
-from echelon.run.supervise.restart import AWAITS_VARIABLE, Restarts, Vacancies, deaths_watched
+from echelon.run.supervise.restart import AWAITS_VARIABLE, Restarts, Vacancies
 from echelon.run.supervise.succession import Fence, find_coordinator, succeed
-from echelon.run.supervise.warm_start import WarmStart, started_warm
-from echelon.run.supervise.workers import Workers
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+from echelon.run.supervise.warm_start import WarmStart
+from echelon.run.supervise.workers import LocalRanks, Workers
 
 logger = logging.getLogger(__name__)
 
-# On a single machine: seconds between a signal of torchrun's agent and SIGKILL.
-_SHUTDOWN_SECONDS = 5
-_MONITOR_SECONDS = 0.2
 _LOOK_SECONDS = 0.2
-# The first machines of an elastic job wait this long for others.
-_LAST_CALL_SECONDS = 5
 # Between the loss of the keeper of a quorum and the next attempt to reach it.
 _REJOIN_SECONDS = 1.0
-# Cloud machines may start minutes apart.
-_JOIN_SECONDS = 1800
 
 
 class Agent:
@@ -118,7 +109,6 @@ class Agent:
 
         Workers inherit stdout and stderr. Raises LaunchError when the machines cannot meet, or the coordinator is lost.
         """
-        _silence_torchrun()
         allow_open_files()
         group, awaits = self._group, read_environment().get(AWAITS_VARIABLE) == "1"
         vacancies = Vacancies(job.max_restarts if awaits else 0)
@@ -143,9 +133,8 @@ class Agent:
 
     def _meet(self, job: Workers, asked: Sequence[object]) -> Outcome:
         """Meet the other machines, and run the job to its end with them; see `submit`."""
+        # torch is imported only here, so that `echelon --help` is fast.
         from torch.distributed import DistError
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
         restarts, announced = Restarts(job.max_restarts), dict[str, str]()
         rendezvous = fence = None
@@ -159,18 +148,18 @@ class Agent:
                     fence = Fence(rendezvous, job.folder)
                 try:
                     return self._run(job, rendezvous, restarts, asked, announced)
-                except (DistError, RendezvousConnectionError) as error:
+                except DistError as error:
                     rendezvous, ending = self._succeed(job, rendezvous, restarts, error)
                     if ending is not None:
                         return ending
                     announced = _announce(read_clock(), None)
-        except SignalException as error:
+        except AgentStopped as error:
             if fence is not None and fence.successor is not None:
                 raise LaunchError(
                     f"{fence.successor} has taken over this run, which most machines could reach and this one "
                     "could not; start the same command again here to take part."
                 ) from error
-            return Outcome(FAILED, f"stopped by {error.sigval.name}")
+            return Outcome(FAILED, f"stopped by {error.name}")
         except DistError as error:
             raise self._explain_loss(error) from error
         finally:
@@ -205,7 +194,7 @@ class Agent:
         asked: Sequence[object],
         announced: Mapping[str, str],
     ) -> Outcome:
-        """Run attempts, each under a new torchrun agent, until the machines decide to end."""
+        """Run attempts until the machines decide to end."""
         folder = job.folder
         while True:
             attempt = rendezvous.attempt()
@@ -252,15 +241,11 @@ class Agent:
         with exported(variables), self._news_shared(job, rendezvous, attempt):
             if not self._group.is_alone and (refusal := self._present(job, rendezvous, attempt)) is not None:
                 return refusal, None
-            if job.min_replicas is not None:
-                deaths = self._keep(job, rendezvous, attempt)
-                if isinstance(deaths, Cause):
-                    return deaths, None
-                died_at = min((death.time for death in deaths), default=None)
-            else:
-                with deaths_watched(folder, job.num_processes) as death:
-                    deaths = self._run_torchrun(job, self._settings(job, rendezvous, attempt))
-                died_at = death.died_at
+            keep = self._train if job.min_replicas is None else self._keep
+            deaths = keep(job, rendezvous, attempt)
+            if isinstance(deaths, Cause):
+                return deaths, None
+            died_at = min((death.time for death in deaths), default=None)
         return self._find_cause(folder, deaths, was_run), died_at
 
     def _news_shared(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> AbstractContextManager[None]:
@@ -298,11 +283,14 @@ class Agent:
     def _present(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> Cause | None:
         """Present this machine to the coordinator; None if it takes part in the attempt, else how that ends here."""
         health = examine_health(job.num_processes, job.folder.path)
-        condition = MachineReport.of(health, self._missing, self._fault)
+        name = self._group.name or self._address
+        condition = MachineReport.of(health, self._missing, self._fault, job.num_processes, name)
         answer = Admission(rendezvous.watch(attempt), self._fault).present(condition)
+        has_spares = bool(rendezvous.group.num_spares)
         if answer.is_spare:
-            logger.info("this machine is a spare: it takes the place of one that is lost")
-        elif answer.is_admitted and attempt and rendezvous.watch(attempt).was_spare(rendezvous.host):
+            purpose = "is a spare: it takes the place of one that is lost" if has_spares else "waits for the others"
+            logger.info(f"this machine {purpose}")
+        elif answer.is_admitted and has_spares and rendezvous.watch(attempt).was_spare(rendezvous.host):
             logger.info("this machine was a spare, and now takes the place of another one")
         elif not answer.is_admitted and not answer.ends and not rendezvous.coordinates:
             logger.warning(f"this machine is left out: {answer.words}")
@@ -327,56 +315,47 @@ class Agent:
             time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
-    def _settings(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> dict[str, Any]:
-        """The rendezvous settings in torchrun's LaunchConfig."""
-        group = self._group
-        settings = {"min_nodes": group.min_nodes, "max_nodes": group.max_nodes, "run_id": f"echelon-{attempt}"}
-        if group.is_alone:
-            return settings | {"rdzv_backend": ALONE, "shutdown_timeout": _SHUTDOWN_SECONDS}
-        return settings | {
-            "rdzv_backend": TOGETHER,
-            "rdzv_endpoint": rendezvous.endpoint,
-            "rdzv_configs": {"is_host": 0, "last_call_timeout": _LAST_CALL_SECONDS, "join_timeout": _JOIN_SECONDS},
-            "local_addr": group.name or self._address,
-            # Workers that are stopped because a machine joins must save.
-            "shutdown_timeout": max(1, int(job.notice_seconds)),
-        }
+    def _train(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> list[ProcessDeath] | Cause:
+        """Start this machine's ranks, and wait for their end; returns those that have failed.
 
-    def _run_torchrun(self, job: Workers, settings: Mapping[str, Any]) -> list[ProcessDeath]:
-        """Run torchrun's agent for one attempt; returns the processes with a non-zero exit code."""
-        # torch is imported only here, so that `echelon --help` is fast.
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import (
-            RendezvousClosedError,
-            RendezvousConnectionError,
-            RendezvousError,
-            RendezvousStateError,
-        )
-        from torch.distributed.launcher.api import elastic_launch
+        A Cause: the attempt was over before this machine took part in it.
+        """
+        place = self._find_place(job, rendezvous, attempt)
+        if place is None:
+            return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
+        first, world_size, endpoint = place
+        watch = None if self._group.is_alone else rendezvous.watch(attempt)
+        ranks = LocalRanks(job.folder, self._warm)
+        try:
+            for index in range(job.num_processes):
+                env = rank_environment(first + index, world_size, index, job.num_processes)
+                ranks.start(job.argv, first + index, {**read_environment(), **env, **endpoint})
+            ranks.wait(leaves=lambda: watch is not None and watch.meets_again())
+        finally:
+            ranks.end()
+        return ranks.deaths
 
-        register_backends()
-        entrypoint, *arguments = job.argv
-        with scratch_folder("agent") as scratch:
-            try:
-                with started_warm(self._warm):
-                    elastic_launch(_build_config(job, scratch, settings), entrypoint)(*arguments)
-            except ChildFailedError as error:
-                failures = error.failures.items()
-                return [
-                    ProcessDeath(rank, failure.pid, failure.exitcode, failure.timestamp) for rank, failure in failures
-                ]
-            except RendezvousClosedError:
-                pass  # the attempt ended before this machine took part in it
-            except RendezvousConnectionError:  # the coordinator is lost
-                raise
-            except RendezvousStateError as error:
-                raise LaunchError(f"{error}, and start the same command again.") from error
-            except RendezvousError as error:
-                raise LaunchError(
-                    f"the rendezvous at {self._group.endpoint} failed: {error}; start the same command on "
-                    f"{self._group.min_nodes} machines."
-                ) from error
-        return []
+    def _find_place(
+        self, job: Workers, rendezvous: AgentRendezvous, attempt: int
+    ) -> tuple[int, int, dict[str, str]] | None:
+        """The first rank of this machine, the number of all ranks, and the variables of where they meet.
+
+        They meet at a free port of the machine of rank 0. None if the attempt is over before.
+        """
+        team = [(rendezvous.host, job.num_processes)]
+        if not self._group.is_alone:
+            found = Admission(rendezvous.watch(attempt), self._fault).await_team()
+            if found is None:
+                return None
+            team = found
+        hosts = [host for host, _ in team]
+        if hosts[0] == rendezvous.host:
+            rendezvous.call(attempt, json.dumps([self._address, find_free_port(self._address)]))
+        if (words := rendezvous.await_call(attempt)) is None:
+            return None
+        address, port = json.loads(words)
+        first = sum(count for _, count in team[: hosts.index(rendezvous.host)])
+        return first, sum(count for _, count in team), {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _explain_loss(self, error: BaseException) -> LaunchError:
         words = f"the coordinator at {self._group.endpoint} is gone"
@@ -411,8 +390,7 @@ def network_variables(address: str) -> dict[str, str]:
     """The network variables of the workers of this machine, which has this address; a single machine uses loopback."""
     interface = find_interface(address)
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    # The store of torchrun's agent listens on every interface, and would give restarted workers stale addresses.
-    return {ADDRESS_VARIABLE: address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
+    return {ADDRESS_VARIABLE: address, **names}
 
 
 def _announce(ended_at: float, detection: float | None) -> dict[str, str]:
@@ -424,37 +402,6 @@ def _find_newest_step(job: Workers) -> int | None:
     """The newest step of the checkpoints on disk and the snapshots in memory."""
     held = None if job.memory is None else newest_step(job.memory)
     return max((step for step in (job.folder.newest_step(), held) if step is not None), default=None)
-
-
-def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "LaunchConfig":
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    config: dict[str, Any] = {
-        "nproc_per_node": job.num_processes,
-        "logs_specs": DefaultLogsSpecs(log_dir=str(scratch)),
-        "role": "echelon",
-        "max_restarts": 0,
-        "monitor_interval": _MONITOR_SECONDS,
-        # Under nohup SIGHUP is ignored, and the job outlives its terminal.
-        "signals_to_handle": ",".join(
-            signum.name for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
-        ),
-        **settings,
-    }
-    names = {field.name for field in fields(LaunchConfig)}
-    return LaunchConfig(**{key: value for key, value in config.items() if key in names})
-
-
-def _silence_torchrun() -> None:
-    """Silence torchrun's loggers, which repeat the outcome's message as warnings and errors."""
-    import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401
-
-    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher")
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(prefixes):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def worker_argv(module: str, *arguments: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -122,12 +122,12 @@ class AgentRendezvous:
         self._store.append(f"{attempt}/hosts", self.host + "\n")
 
     def call(self, attempt: int, words: str) -> None:
-        """On the coordinator: tell the others where to meet the keeper of a quorum."""
-        self._store.set(f"{attempt}/keeper", words)
+        """Say where the ranks of the attempt meet, or its keeper."""
+        self._store.set(f"{attempt}/call", words)
 
     def await_call(self, attempt: int) -> str | None:
-        """Wait for what the coordinator says in `call`; None if the attempt is over before."""
-        key = f"{attempt}/keeper"
+        """Wait for what another machine says in `call`; None if the attempt is over before."""
+        key = f"{attempt}/call"
         while not self._store.check([key]):
             if self._store.check([f"{attempt}/closed"]):
                 return None
@@ -181,7 +181,8 @@ class AgentRendezvous:
         spares = [host for host in read_lines(self._store, f"{attempt}/spares") if not self._silent(self._store, host)]
         if self.host in asked:  # if the coordinator leaves, the store is lost, so all machines must leave
             asked, spares = list(reports), []
-        decision = decide(reports, frozenset(asked), self.group, self._restarts, len(spares))
+        meets_again = self._store.check([_again(attempt)])
+        decision = decide(reports, frozenset(asked), self.group, self._restarts, len(spares), meets_again)
         if decision.goes_on:
             self._store.add("attempt", 1)
         self._store.set(f"{attempt}/decision", json.dumps(asdict(decision)))
@@ -301,6 +302,24 @@ class Watch:
         """Whether a machine has stopped sending heartbeats."""
         return self.silent(self.store, host)
 
+    def form_team(self, members: Sequence[tuple[str, int]]) -> None:
+        """Say who trains in the attempt: machines with their numbers of ranks, in the order of the ranks."""
+        self.store.set(f"{self.attempt}/team", json.dumps(members))
+
+    def find_team(self) -> list[tuple[str, int]] | None:
+        """What the coordinator has said in `form_team`; None if it has not said it yet."""
+        if not self.store.check([key := f"{self.attempt}/team"]):
+            return None
+        return [(host, count) for host, count in json.loads(self.store.get(key))]
+
+    def meet_again(self) -> None:
+        """Have all save and stop, and meet again, because a machine joins. By the coordinator."""
+        self.store.set(_again(self.attempt), "")
+
+    def meets_again(self) -> bool:
+        """Whether all save and stop, and meet again."""
+        return self.store.check([_again(self.attempt)])
+
     def leave_out(self, host: str) -> None:
         """Let a machine that has joined the attempt take no part in it. By the coordinator, before it starts ranks."""
         self.store.append(f"{self.attempt}/left out", host + "\n")
@@ -320,6 +339,10 @@ class Watch:
     def spares(self, attempt: int | None = None) -> list[str]:
         """The machines that wait during an attempt, this one by default."""
         return read_lines(self.store, f"{self.attempt if attempt is None else attempt}/spares")
+
+
+def _again(attempt: int) -> str:
+    return f"{attempt}/again"
 
 
 def _list_hosts(store: _Store, attempt: int) -> list[str]:

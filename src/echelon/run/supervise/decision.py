@@ -71,15 +71,18 @@ def decide(
     group: HostGroup,
     restarts: Restarts,
     num_spares: int = 0,
+    meets_again: bool = False,
 ) -> Decision:
     """The coordinator's decision; a machine without a report is lost. `num_spares`: so many others wait.
 
-    The cause of the end is the report with the smallest weight, and of those the earliest.
+    `meets_again`: all were told to save and stop because a machine joins. The cause of the end is the report with the
+    smallest weight, and of those the earliest.
     """
     tally = _Tally.of(reports, asked)
     first = tally.first
-    ending = tally.find_ending(group, num_spares)
-    if ending is None and (asked or (first is not None and first.code == STOPPED)):
+    is_growing = meets_again and not asked and first is not None and first.message.startswith("stopped by SIGTERM")
+    ending = None if is_growing else tally.find_ending(group, num_spares)
+    if ending is None and (asked or is_growing):
         # Machines leave or join: the others have saved and continue.
         return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
     if ending is None:
@@ -141,11 +144,8 @@ class _Tally:
         if self.asked and not (group.may_leave and self.num_staying + num_spares >= group.min_nodes):
             stopped = next((report for report in self.reports if report.code == STOPPED), first)
             return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
-        if first is not None and first.code == STOPPED:
-            # torchrun's agents stop their workers when a machine joins.
-            is_membership = not group.is_alone and first.message.startswith("stopped by SIG")
-            return None if is_membership else first.outcome
-        return None
+        is_stopped = first is not None and first.code == STOPPED and not self.asked
+        return first.outcome if first is not None and is_stopped else None
 
     def describe_failure(self) -> Outcome:
         """What failed, with the machines that stopped responding, since those can cause a hang."""

@@ -25,17 +25,23 @@ _LOOK_SECONDS = 0.2
 _WAITING_SECONDS = 20.0
 
 
+class AgentStopped(BaseException):
+    """A signal ends this agent, and with it the ranks of its machine, without a save. `name`: that of the signal."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 @contextmanager
 def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
-    So does `FENCE_SIGNAL`, at once.
+    So do `ENDING_SIGNALS` and `FENCE_SIGNAL`, at once.
 
-    Yields a sequence that is non-empty once a signal has arrived. Afterwards restores the earlier handlers, including
-    those that torchrun's agent has replaced.
+    Yields a sequence that is non-empty once a signal has arrived. Raises AgentStopped in the main thread. Afterwards
+    restores the earlier handlers.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     asked: list[tuple[str, float]] = []
 
     def stop(number: int, _: object) -> None:
@@ -49,16 +55,18 @@ def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence
                     return
         elif number != signal.SIGALRM and now - asked[0][1] < ECHO_SECONDS:
             return
-        raise SignalException("stopped", signal.Signals[asked[0][0]])
+        raise AgentStopped(asked[0][0])
 
-    def end(*_: object) -> None:
-        raise SignalException("ended", signal.SIGKILL)  # torchrun's agent sends this to its workers
+    def end(number: int, _: object) -> None:
+        raise AgentStopped(signal.Signals(number).name)
 
     mine = (*STOP_SIGNALS, signal.SIGALRM)
     before = {signum: signal.getsignal(signum) for signum in (*mine, FENCE_SIGNAL, *ENDING_SIGNALS)}
     for signum in mine:
         signal.signal(signum, stop)
-    signal.signal(FENCE_SIGNAL, end)
+    for signum in (FENCE_SIGNAL, *ENDING_SIGNALS):
+        if before[signum] is not signal.SIG_IGN:  # under nohup the job outlives its terminal
+            signal.signal(signum, end)
     try:
         yield asked
     finally:

@@ -1,18 +1,12 @@
 """Decide whether a failed group of processes is restarted, and with which message."""
 
 import logging
-import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from echelon.ground.stored import write_text
-from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.outcome import FAILED, STOPPED, Outcome, read_outcomes
+from echelon.run.supervise.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +20,6 @@ SAME_FAILURES = 3
 """The same failure this many times in a row, without a new checkpoint, ends the job even if restarts are left."""
 
 _LOOK_SECONDS = 0.1
-# How long workers may take to exit after a peer died. Longer than `_KILLED_BY_AGENT_SECONDS` in outcome.py.
-_PATIENCE_SECONDS = 6.0
 # The part of a message that differs between two occurrences of the same failure: the rank that failed first.
 _WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
 
@@ -96,92 +88,3 @@ class Vacancies:
         while not asked and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
         return not asked
-
-
-class DeathWatch:
-    """Watches the workers; `died_at` is when the first one died, None if none has or the system cannot tell."""
-
-    def __init__(self, folder: RunFolder, num_processes: int) -> None:
-        self.died_at: float | None = None
-        self._folder = folder
-        self._num_processes = num_processes
-        self._pids: dict[int, int] = {}
-        self._left: set[int] = set()
-        self._over = threading.Event()
-
-    def watch(self) -> None:
-        """Wait for a worker that fails, and record it in the run folder, so that its peers, which may hang, exit.
-
-        Workers are the processes that wrote their pid: this process may have other children. The agent reaps the dead
-        one.
-        """
-        while not self._over.wait(_LOOK_SECONDS):
-            if len(self._pids) - len(self._left) < self._num_processes:  # the folder may be on another machine
-                self._pids = self._folder.read_pids()
-                self._left &= set(self._pids.values())
-            ended = [(rank, pid) for rank, pid in self._pids.items() if pid not in self._left and not _is_alive(pid)]
-            # A rank that exited normally may have a successor: torchrun's agent restarts all when a machine joins.
-            self._left |= {pid for rank, pid in ended if not _has_failed(self._folder, rank, pid)}
-            if any(pid not in self._left for _, pid in ended):
-                self.died_at = time.time()
-                with suppress(OSError):  # the disk may be full; the agent also ends them, later
-                    write_text(self._folder.death_path, "a rank has died\n")
-                if not self._over.wait(_PATIENCE_SECONDS):
-                    self._kill_the_rest()
-                return
-
-    def _kill_the_rest(self) -> None:
-        """Kill the other workers: a suspended one handles no SIGTERM, and the agent would wait half a minute for it."""
-        for pid in self._pids.values():
-            with suppress(ProcessLookupError):
-                if _is_alive(pid):
-                    os.kill(pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        """End the watching thread."""
-        self._over.set()
-
-
-@contextmanager
-def deaths_watched(folder: RunFolder, num_processes: int) -> Iterator[DeathWatch]:
-    """Watch the workers of a run, children of this process, during the block."""
-    watch = DeathWatch(folder, num_processes)
-    thread = threading.Thread(target=watch.watch, name="death-watch", daemon=True)
-    if hasattr(os, "waitid"):  # on macOS since Python 3.13
-        thread.start()
-    try:
-        yield watch
-    finally:
-        watch.stop()
-        if thread.is_alive():
-            thread.join()
-
-
-def forget_ended(folder: RunFolder) -> None:
-    """Remove what this machine's ended ranks have written, before new ranks of the same numbers write theirs."""
-    for rank, pid in folder.read_pids().items():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            for name in (f"pid-{rank}", f"rank-{rank}.json", f"resting-{rank}", f"late-{rank}", f"hanging-{rank}"):
-                (folder.outcomes_dir / name).unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether this child is still running; does not reap it, which the agent does."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # already reaped
-        return False
-
-
-def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
-    """Whether this ended child has neither exit code 0 nor a report of a stop."""
-    ends = {outcome.rank: outcome.code for outcome in read_outcomes(folder.outcomes_dir)}
-    if ends.get(rank) == STOPPED:
-        return False
-    try:
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # already reaped by the agent; a rank that ended well has a report
-        return ends.get(rank, FAILED) == FAILED
-    return status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)

@@ -14,14 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
-
-from typing_extensions import override
+from typing import Protocol
 
 from echelon.ground.cores import num_cores
 from echelon.ground.launch_environment import worker_environment
@@ -36,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Device files of NVIDIA's, AMD's and Intel's GPUs. A library that has opened one does not survive a fork.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/dxg")
 _LOOK_SECONDS = 0.01
-# How long workers may take to exit once one has failed, as in `restart.py`.
+# How long workers may take to exit once one has failed, as in `workers.py`.
 _PATIENCE_SECONDS = 6.0
 # Libraries start threads as they are imported, which do not survive a fork. A worker sets its own number of threads.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -93,18 +91,20 @@ class WarmStart:
 
 
 class ForkedWorker:
-    """A forked child of this process, with the part of `subprocess.Popen` that torchrun's agent uses."""
+    """A forked child of this process, with the part of `subprocess.Popen` that is used here."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._reaping = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+        with self._reaping:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, once it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
@@ -158,34 +158,6 @@ def end_workers(workers: Sequence[WorkerEnding], folder: RunFolder) -> None:
             continue
         worker.kill()
         worker.wait()
-
-
-@contextmanager
-def started_warm(warm: WarmStart | None) -> Iterator[None]:
-    """Let torchrun's agent fork the workers that it starts during the block from `warm`, if there is one.
-
-    torchrun has no setting for how a worker is started, so this replaces the function that it calls for it.
-    """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    class Handler(SubprocessHandler):
-        @override
-        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-            worker = None if warm is None else warm.fork(args, env)
-            if worker is None:
-                logger.debug("a worker starts its own interpreter, because the warm process cannot fork it")
-            return worker or super()._popen(args, env)
-
-    api: Any = import_module("torch.distributed.elastic.multiprocessing.api")
-    before = getattr(api, "get_subprocess_handler", None)
-    if warm is None or before is None:
-        yield
-        return
-    api.get_subprocess_handler = Handler
-    try:
-        yield
-    finally:
-        api.get_subprocess_handler = before
 
 
 @contextmanager

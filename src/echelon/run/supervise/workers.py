@@ -1,13 +1,23 @@
 """The worker processes that an agent starts on its machine, and the folder in memory for their snapshots."""
 
+import math
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.ground.scratch import scratch_folder
+from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.outcome import Outcome
+from echelon.run.supervise.outcome import Outcome, ProcessDeath
+from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
+
+_LOOK_SECONDS = 0.1
+# How long ranks may take to exit after a peer died. Longer than `_KILLED_BY_AGENT_SECONDS` in outcome.py.
+_PATIENCE_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -64,3 +74,61 @@ def memory_held(is_wanted: bool) -> Iterator[Path | None]:
         return
     with scratch_folder("snapshots", PLACE) as folder:
         yield folder
+
+
+class LocalRanks:
+    """The ranks of this machine in one attempt: children of this process, from their start to their end."""
+
+    def __init__(self, folder: RunFolder, warm: WarmStart | None = None) -> None:
+        """`warm`: the process that forks them; without one each starts an interpreter."""
+        self.deaths: list[ProcessDeath] = []
+        """Those that have exited with another code than 0, or by a signal."""
+        self._folder = folder
+        self._warm = warm
+        self._running: dict[int, StartedWorker] = {}
+
+    def start(self, argv: tuple[str, ...], rank: int, env: Mapping[str, str]) -> None:
+        """Start a rank with this environment."""
+        self._running[rank] = start_worker(argv, env, self._warm)
+
+    def wait(self, leaves: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all have ended.
+
+        Once one has failed, or the folder says that a rank of another machine has, the others are told through the
+        folder, since they may wait for it forever. Those that do not exit then are killed: a suspended process handles
+        no signal. `leaves`: whether all are to save and stop, because the machines meet again.
+        """
+        death_path, ends_at, is_told = self._folder.death_path, math.inf, False
+        while self._take_ended():
+            if self.deaths and ends_at == math.inf:
+                with suppress(OSError):  # the disk may be full
+                    write_text(death_path, "a rank has died\n")
+            if self.deaths or death_path.exists():
+                ends_at = min(ends_at, time.monotonic() + _PATIENCE_SECONDS)
+            if time.monotonic() > ends_at:
+                self.kill()
+            elif not is_told and set(self._running) <= set(self._folder.read_pids()) and leaves():
+                is_told = True
+                for worker in self._running.values():
+                    with suppress(ProcessLookupError):
+                        os.kill(worker.pid, signal.SIGTERM)
+            time.sleep(_LOOK_SECONDS)
+
+    def _take_ended(self) -> bool:
+        """Record the deaths; returns whether a rank still runs."""
+        for rank, worker in list(self._running.items()):
+            if (code := worker.poll()) is not None:
+                is_known = self._running.pop(rank, None) is None  # to another thread
+                if code != 0 and not is_known:
+                    self.deaths.append(ProcessDeath(rank, worker.pid, code, time.time()))
+        return bool(self._running)
+
+    def kill(self) -> None:
+        """End those that still run with SIGKILL."""
+        for worker in list(self._running.values()):
+            worker.kill()
+
+    def end(self) -> None:
+        """End those that still run, as `end_workers` does."""
+        end_workers(list(self._running.values()), self._folder)
+        self._take_ended()

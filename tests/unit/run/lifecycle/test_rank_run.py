@@ -11,7 +11,7 @@ from echelon.run.supervise.restart import LEAVING_VARIABLE
 @pytest.mark.parametrize(
     ("may_leave", "agreed", "told", "expected"),
     [
-        (True, "SIGTERM", False, True),  # torchrun's agents end the ranks: a machine joins or leaves
+        (True, "SIGTERM", False, True),  # an agent ends the ranks: a machine joins or leaves
         (True, "SIGTERM", True, False),  # somebody has told this machine, or all, to stop
         (True, "budget.max_hours", False, False),
         (True, None, False, False),  # an error

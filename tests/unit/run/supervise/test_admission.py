@@ -34,6 +34,7 @@ class Group:
     def begin_attempt(self, number):
         self.attempt, self.threads, self.answers = number, [], {}
         self.coordinator = self.admission("a")
+        self.store.append(f"{number}/hosts", "a\n")
 
     def watch(self, host):
         return Watch(self.store, self.attempt, self.group, host, host == "a", lambda _, name: name in self.silent)
@@ -63,6 +64,11 @@ class Group:
 
     def hosts(self):
         return self.watch("a").hosts()
+
+
+@pytest.fixture(autouse=True)
+def _last_call(monkeypatch):
+    monkeypatch.setattr("echelon.run.supervise.admission._LAST_CALL_SECONDS", 0.5)
 
 
 def test_sound_machines_take_part():
@@ -97,8 +103,29 @@ def test_a_machine_that_comes_later_is_judged_when_it_comes():
     group.come("a")
     assert group.look_until_answered() == {"a": True}
     group.come("b", BAD)
-    group.come("c")
-    assert group.look_until_answered() == {"a": True, "b": False, "c": True}
+    group.come("c", MachineReport(num_processes=2))
+    assert group.look_until_answered() == {"a": True, "b": False, "c": False}
+    assert group.answers["c"].is_spare and group.watch("a").meets_again(), "all save, and meet again"
+    group.begin_attempt(1)
+    for host in "ac":
+        group.come(host)
+    assert group.look_until_answered() == {"a": True, "c": True} and not group.watch("a").meets_again()
+
+
+def test_the_ranks_of_a_machine_are_neighbours_in_the_order_of_the_names():
+    """The coordinator has the first ones."""
+    group = Group("3")
+    for host, name, count in (("c", "node-10", 2), ("a", "node-7", 4), ("b", "node-9", 1)):
+        group.come(host, MachineReport(num_processes=count, name=name))
+    assert group.look_until_answered() == {"a": True, "b": True, "c": True}
+    assert group.admission("b").await_team() == [("a", 4), ("b", 1), ("c", 2)]
+
+
+def test_the_first_machines_of_an_elastic_job_wait_a_moment_for_others():
+    group = Group("1:3")
+    for host in "abc":
+        group.come(host)
+    assert group.look_until_answered() == {"a": True, "b": True, "c": True}
 
 
 def test_a_machine_too_many_is_a_spare_and_takes_the_place_of_a_lost_one():
@@ -108,7 +135,7 @@ def test_a_machine_too_many_is_a_spare_and_takes_the_place_of_a_lost_one():
     # The coordinator trains, although it has come last.
     assert group.look_until_answered() == {"a": True, "b": True, "c": False}
     assert group.answers["c"].is_spare and not group.answers["c"].ends and not group.answers["b"].is_spare
-    assert group.hosts() == ["b", "a"] and group.watch("a").spares() == ["c"]
+    assert group.hosts() == ["a", "b"] and group.watch("a").spares() == ["c"]
     group.begin_attempt(1)
     for host in "cba":
         group.come(host)
@@ -173,7 +200,7 @@ def test_a_bad_first_machine_waits_for_others():
 
 def test_missing_gpus_refuse_the_job_even_if_bad_machines_may_train():
     missing = "launch.slurm.gpus_per_node=8: 8 GPUs were asked for on b, but torch sees none."
-    condition = MachineReport.of(Health(("GPU 0 is lost",), (), {}), missing, MILD)
+    condition = MachineReport.of(Health(("GPU 0 is lost",), (), {}), missing, MILD, 1, "b")
     assert [problem.severity for problem in condition.problems] == [Severity.REFUSES, Severity.NAMED]
     group = Group("2", MILD)
     group.come("a")

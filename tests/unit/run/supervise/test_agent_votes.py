@@ -40,11 +40,11 @@ def told(host, code, message="", weight=Likelihood.CAUSE, time=0.0, step=None, f
     return HostReport(host, code, message, final, int(weight), time, step)
 
 
-def decided(*reports, asked=(), group=FIXED, restarts=3):
+def decided(*reports, asked=(), group=FIXED, restarts=3, meets_again=False):
     by_host = {
         each if isinstance(each, str) else each.host: None if isinstance(each, str) else each for each in reports
     }
-    return decide(by_host, frozenset(asked), group, Restarts(restarts))
+    return decide(by_host, frozenset(asked), group, Restarts(restarts), meets_again=meets_again)
 
 
 def test_all_done_is_done():
@@ -138,10 +138,20 @@ def test_stopping_one_machine_stops_a_fixed_job_but_not_an_elastic_one():
     assert (ending.goes_on, ending.code) == (False, STOPPED)
 
 
-def test_a_save_without_a_request_means_a_new_machine():
-    """torchrun's agents end ranks by SIGTERM when a new machine joins."""
-    ending = decided(*(told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"), group=ELASTIC)
-    assert (ending.goes_on, ending.restarts, ending.message) == (True, 0, "")
+def test_a_save_because_a_machine_joins_is_no_end():
+    saved = [told(host, STOPPED, "stopped by SIGTERM at step 5", step=5) for host in "ab"]
+    ending = decided(*saved, group=ELASTIC, meets_again=True)
+    assert (ending.goes_on, ending.restarts, ending.message, ending.step) == (True, 0, "", 5)
+    early = told("a", FAILED, "stopped by SIGTERM before training began", final=True)
+    assert decided(early, group=ELASTIC, meets_again=True).goes_on and not decided(early, group=ELASTIC).goes_on
+
+
+def test_a_rank_that_somebody_stopped_ends_all():
+    saved = [told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"]
+    ending = decided(*saved, group=ELASTIC)
+    assert (ending.goes_on, ending.code) == (False, STOPPED)
+    ending = decided(told("a", STOPPED, "stopped by budget.max_hours=1 at step 5"), group=ELASTIC, meets_again=True)
+    assert (ending.goes_on, ending.code) == (False, STOPPED)
 
 
 def test_a_single_machine_ends_when_a_rank_was_stopped():
@@ -230,13 +240,13 @@ def test_the_group_from_sagemaker():
     ("addresses", "rank"), [("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"), ("DSTACK_NODES_IPS", "DSTACK_NODE_RANK")]
 )
 def test_the_group_from_skypilot_and_dstack(addresses, rank):
-    """torch gives rank 0 to the machine with the first address, which need not be SkyPilot's head."""
+    """The first machine of the list is the coordinator, which gets rank 0."""
     env = {addresses: "10.0.0.9\n10.0.0.10", rank: "0"}
     assert launch_role(env) == "agent"
-    group = HostGroup(2, 2, "10.0.0.10", 29400, coordinates=False, shares_files=False, name="10.0.0.9")
+    group = HostGroup(2, 2, "10.0.0.9", 29400, coordinates=True, shares_files=False, name="10.0.0.9")
     assert find_host_group(env) == group
     other = find_host_group(env | {rank: "1", "ECHELON_SHARES_FILES": "1"})
-    assert other.coordinates and other.shares_files and other.name == "10.0.0.10"
+    assert not other.coordinates and other.shares_files and other.name == "10.0.0.10"
     assert launch_role({addresses: "10.0.0.9"}) == "local"
 
 

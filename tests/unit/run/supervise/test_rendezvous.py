@@ -1,84 +1,24 @@
-"""The rendezvous of several machines: unpickling, addresses of stores, and ports of other programs."""
+"""The meeting of several machines: addresses of stores, and ports of other programs."""
 
-import base64
 import logging
-import pickle
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
-import psutil
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, open_coordinator
 from echelon.ground.sockets import answers_as_store, listen_at
 from echelon.run.supervise import agent_votes as rendezvous
 from echelon.run.supervise.agent_votes import AgentRendezvous
-from echelon.run.supervise.rendezvous import ALONE, TOGETHER, check_state, register_backends
 from echelon.run.supervise.restart import Restarts
-from tests.hostile import hostile_pickle
 
 
 @pytest.fixture
-def store(monkeypatch):
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the agents use it
+def store():
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-
-
-def build_handler(store, backend=TOGETHER, **options):
-    register_backends()
-    place = {"backend": backend, "endpoint": f"127.0.0.1:{store.port}", "run_id": "echelon-0", "is_host": 0}
-    return get_rendezvous_handler(RendezvousParameters(min_nodes=2, max_nodes=2, **place, **options))
-
-
-def test_agents_unpickle_only_classes_of_torch(store):
-    """The state of the installed torch passes: two agents complete a rendezvous and read each other's state."""
-    handlers = [build_handler(store, local_addr=name) for name in ("a", "b")]
-    with ThreadPoolExecutor() as pool:
-        met = list(pool.map(lambda each: each.next_rendezvous(), handlers))
-    assert [(each.rank, each.world_size) for each in met] == [(0, 2), (1, 2)]
-    assert not any(each.is_closed() for each in handlers)
-    assert all(each.shutdown() for each in handlers)
-
-
-@pytest.mark.parametrize("moment", ["before", "while they work"])
-def test_a_malicious_state_is_refused_and_not_executed(store, tmp_path, moment):
-    handlers = [build_handler(store, local_addr=name) for name in ("a", "b")]
-    if moment == "while they work":
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda each: each.next_rendezvous(), handlers))
-    payload = hostile_pickle(tmp_path / "pwned")
-    store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
-    with pytest.raises(RendezvousStateError, match=r"127.0.0.1:\d+ contains data that no agent wrote \(posix.mkdir\)"):
-        handlers[0].next_rendezvous()
-    assert not (tmp_path / "pwned").exists()
-    pickle.loads(payload)
-    assert (tmp_path / "pwned").exists()  # without protection, the attack works
-
-
-@pytest.mark.parametrize(
-    "state",
-    [pickle.dumps(datetime.now(UTC)), b"no pickle", b"", pickle.dumps({"a": {1}})],
-    ids=["another class", "no pickle", "nothing", "a dictionary"],
-)
-def test_an_invalid_state_is_refused(state):
-    with pytest.raises(RendezvousStateError):
-        check_state(state, "a:29400")
-
-
-def test_the_only_agent_of_a_job_opens_no_socket(store):
-    handler = build_handler(store, ALONE)
-    before = psutil.Process().net_connections("inet")
-    met = handler.next_rendezvous()
-    assert (met.rank, met.world_size, met.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
-    assert psutil.Process().net_connections("inet") == before
-    with socket.create_server(("127.0.0.1", met.bootstrap_store_info.master_port)):
-        pass
 
 
 def test_a_store_listens_at_one_address():
