@@ -135,11 +135,11 @@ losses: .venv/.installed
 	    tests/launchers/test_replaced_hosts.py -m "slow or not slow" -v
 
 # Programs that the launcher tests start.
-LAUNCHER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin openssh-server iproute2
+LAUNCHER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin openssh-server iproute2 etcd-server
 
 .PHONY: launcher-programs
 launcher-programs:
-	@missing=; for program in slurmctld slurmd sbatch munged mpirun sshd ip; do \
+	@missing=; for program in slurmctld slurmd sbatch munged mpirun sshd ip etcd; do \
 	    PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || missing="$$missing $$program"; \
 	done; \
 	if [ "$$(id -u)" != 0 ]; then \

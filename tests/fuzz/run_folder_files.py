@@ -88,7 +88,6 @@ class RunFolderFiles:
         folder.write_pid(0)
         write_text(folder.stop_path, "")
         write_text(folder.death_path, "")
-        write_json(folder.claim_path, {"job": "a", "term": 1, "host": "b", "address": "127.0.0.1", "port": 1})
         row = {"step": 4, "prompt": "x", "text": "y"}
         write_text(folder.samples_path, json.dumps(row) + "\n")
         write_text(folder.console_path, "step 1/4  loss 5.0000\n")

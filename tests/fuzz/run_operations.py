@@ -35,7 +35,6 @@ from echelon.run.report.plain import render_text
 from echelon.run.report.run_record import read_record
 from echelon.run.report.sections import build_report
 from echelon.run.report.server import read_live, shorten
-from echelon.run.supervise.succession import Claim
 from echelon.tools.inference.evaluate import open_held_out
 from tests.fuzz.stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
 from tests.fuzz.touched import State, note_use
@@ -91,7 +90,6 @@ class RunOperations:
                 "damaged": digest([find_faults(each.path, checksums=True) for each in list_checkpoints(path)])
             },
             "remote": self._describe_remote,
-            "claim": self._read_claim,
             "last step": self._find_last_step,
             "report": self._report,
             "prune": lambda: {"kept": digest(list(clear_out(folder.checkpoints_dir, 2)))},
@@ -124,11 +122,6 @@ class RunOperations:
     def _describe_remote(self) -> Parts:
         if not (self._folder.path / "remote.json").exists():
             list(describe_remote(self._folder.path, verify=False))
-        return {}
-
-    def _read_claim(self) -> Parts:
-        claim = Claim.read(self._folder)
-        assert claim is None or isinstance(claim, Claim)
         return {}
 
     def _find_last_step(self) -> Parts:

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.meeting import TorchStore
 from tests.dist.command import (
     assert_no_orphan,
     await_line,
@@ -59,13 +60,14 @@ def await_listener(place, process):
 
 
 def await_beats(place, count=2):
-    """Wait until `count` machines have joined the first attempt."""
+    """Wait until `count` machines have said to the coordinator that they are there."""
     host, port = place.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    deadline = time.monotonic() + 60
-    while not store.check(["0/hosts"]) or store.get("0/hosts").count(b"\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    store = TorchStore(TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+    seen, number = set(), 0
+    while len(seen) < count:
+        number += 1
+        message = json.loads(store.read("inbox", number))
+        seen |= {message["host"]} if message["kind"] == "present" else set()
 
 
 def find_rank(rank):

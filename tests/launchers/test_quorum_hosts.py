@@ -243,43 +243,6 @@ def test_a_machine_that_is_cut_off_stops_by_itself(tmp_path):
     job.assert_same_as_alone()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_the_others_go_on_without_the_first_machine(tmp_path, parallel):
-    """It loses its power, and returns later: another one is the coordinator then."""
-    with machines(3, tmp_path) as network:
-        job = Job(network, size=1 if parallel == "ddp" else 2, parallel=parallel).begin()
-        job.until(lambda: job.events("checkpoint"))
-        network[0].cut()
-        network[0].kill()
-        job.until_resumed("the first machine of 3, which writes the files and keeps the store, loses its power")
-        job.until_step(job.last_step() + 5, "node-2")
-        job.agents["node-1"].communicate()
-        network[0].heal()
-        job.begin(network[0])
-        job.until(lambda: job.events(JOINED), "node-2")
-        codes, outputs = job.stop("node-2")
-    assert set(codes.values()) == {3}, outputs
-    assert "has become the coordinator of this run" in outputs["node-1"]
-    assert len(job.events("failure")) == len(job.events("restart")) == 1
-    job.assert_same_as_alone("restarted, with another first machine")
-
-
-def test_the_first_machine_stops_if_it_is_cut_off(tmp_path):
-    """The others, which are more, go on."""
-    with machines(3, tmp_path) as network:
-        job = Job(network, rate=1e-6).begin()  # alone it takes thousands of steps until it stops
-        job.until(lambda: job.events("checkpoint"))
-        network[0].cut()
-        job.until_resumed("the first machine of 3, which is cut off (a partition)")
-        assert job.agents["node-1"].wait(PATIENCE_SECONDS) == 1 and not workers(network[0])
-        codes, outputs = job.stop("node-2")
-    assert codes == {"node-1": 1, "node-2": 3, "node-3": 3}, outputs
-    assert re.search(r"node-[23] \(\w+\) has taken over this run", outputs["node-1"]), outputs["node-1"]
-    steps = [event["step"] for event in job.events("checkpoint")]
-    assert steps == sorted(steps), steps
-    job.assert_same_as_alone("restarted, with another first machine")
-
-
 def test_without_the_first_machine_of_two_all_stop_and_the_same_command_resumes(tmp_path):
     with machines(2, tmp_path) as network:
         job = Job(network).begin()

@@ -16,7 +16,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "sweep": ("optuna>=4,<6", "cmaes>=0.12", "scipy>=1.11", "scikit-learn>=1.4", "matplotlib>=3.8"),
     "float8": ("torchao>=0.16",), "liger": ("liger-kernel>=0.8",), "math": ("math-verify>=0.9",),
     "deepspeed": ("deepspeed>=0.19.8,<0.20",), "tensorflow": ("tensorflow-cpu>=2.21,<2.22", "keras-hub>=0.32,<0.33"),
-    "lm-eval": ("lm-eval>=0.4.9", "accelerate>=1.1"),
+    "lm-eval": ("lm-eval>=0.4.9", "accelerate>=1.1"), "etcd": ("etcd3gw>=2.5",),
 }  # fmt: skip
 # What an extra imports, if that is not one package of its own name.
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -25,7 +25,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "s3": ("s3fs",), "gcs": ("gcsfs",), "sagemaker": ("boto3",),
     "sweep": ("optuna", "cmaes", "scipy", "sklearn", "matplotlib"), "float8": ("torchao",),
     "liger": ("liger_kernel",), "math": ("math_verify",), "tensorflow": ("tensorflow", "keras_hub"),
-    "lm-eval": ("lm_eval", "accelerate"),
+    "lm-eval": ("lm_eval", "accelerate"), "etcd": ("etcd3gw",),
 }  # fmt: skip
 
 

@@ -31,7 +31,8 @@ class HostGroup:
     same run folder. `name`: this machine's name; ranks are assigned to the coordinator first, then in the order of the
     names, else of the addresses. `num_spares`: so many machines more wait, and take the places of lost ones.
     `lives_on`: whether the processes that are left stay, and the job may end well without a lost machine: with a
-    quorum, and where lost processes are replaced.
+    quorum, and where lost processes are replaced. `store_name`: of a job whose store is an etcd at `host:port`, outside
+    of the job, its name there; None: one of the machines hosts the store.
     """
 
     min_nodes: int
@@ -44,6 +45,7 @@ class HostGroup:
     name: str | None = None
     num_spares: int = 0
     lives_on: bool = False
+    store_name: str | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -87,11 +89,15 @@ def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> Ho
         raise ConfigError(
             f"--nodes {nodes} is neither a number of machines, nor MIN:MAX, nor N+SPARES; use --nodes 2, 1:4 or 4+1."
         )
-    address = re.fullmatch(r"\[?([A-Za-z0-9_.:-]+?)\]?:(\d{1,5})", rendezvous)
-    if address is None or not 0 < int(address[2]) < 65536:
-        raise ConfigError(f"--rendezvous {rendezvous} is not HOST:PORT; use the first machine's, such as node-1:29400.")
+    address = re.fullmatch(r"(etcd://)?\[?([A-Za-z0-9_.:-]+?)\]?:(\d{1,5})(?:/([A-Za-z0-9_.-]+))?", rendezvous)
+    if address is None or not 0 < int(address[3]) < 65536 or (address[1] is None) != (address[4] is None):
+        raise ConfigError(
+            f"--rendezvous {rendezvous} is neither HOST:PORT nor etcd://HOST:PORT/NAME; use the first machine's, such "
+            "as node-1:29400, or that of an etcd and a name for this job."
+        )
     least, most, spares = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 0)
-    return HostGroup(least, most, address[1], int(address[2]), interface=interface, num_spares=spares)
+    host, port, name = address[2], int(address[3]), address[4]
+    return HostGroup(least, most, host, port, interface=interface, num_spares=spares, store_name=name)
 
 
 def await_name(group: HostGroup) -> None:
@@ -151,7 +157,7 @@ def open_coordinator(group: HostGroup) -> socket.socket | None:
     machines cannot reach it, listens at this machine's own address instead. If the port is in use, this machine is not
     the coordinator; if `coordinates` is set, raises LaunchError.
     """
-    if group.coordinates is False:
+    if group.coordinates is False or group.store_name is not None:
         return None
     try:
         server = listen_at(group.host, group.port)

@@ -46,7 +46,7 @@ def train(
     nproc: NprocOption = "auto",
     fresh: FreshOption = False,
     nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX|N+S")] = None,
-    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT|etcd://HOST:PORT/NAME")] = None,
     interface: str | None = None,
     profile: bool = False,
     here: bool = False,
@@ -57,7 +57,7 @@ def train(
 
     Args:
         nodes: number of machines, MIN:MAX, or N+SPARES; the same on each.
-        rendezvous: `HOST:PORT` of the rendezvous: one of the machines, a free port.
+        rendezvous: where the machines meet: one of them, and a free port; or an etcd, and a name for this job.
         interface: network interface. Default: the one that reaches HOST.
         profile: record steps for a profiler: short for profile.steps=[20,5].
         here: run one rank in this terminal, where breakpoint() works; alone by default.

@@ -216,11 +216,6 @@ class RunFolder(RunFiles):
         return self.logs_dir / "console.log"
 
     @property
-    def claim_path(self) -> Path:
-        """By which a machine that has become the coordinator of a job tells the one before it to stop."""
-        return self.path / ".coordinator.json"
-
-    @property
     def stop_path(self) -> Path:
         """The file by which the parent asks its workers to stop."""
         return self.outcomes_dir / "stop"

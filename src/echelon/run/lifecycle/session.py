@@ -176,6 +176,8 @@ def train_on_hosts(
     asked = None if group.is_alone else name_living_on(recipe)
     if not group.num_spares or asked is not None:
         _refuse_replacing(recipe)
+    if group.store_name is not None:
+        _check_store(asked, fresh)
     if asked is not None:
         check_hosts(recipe, group, asked[0])
         group = replace(group, lives_on=True)
@@ -205,6 +207,20 @@ def train_on_hosts(
         outcome = _describe_ending(folder, outcome)
     preparation.end()
     return outcome, agent.is_coordinator or agent.has_lost_others or not group.shares_files
+
+
+def _check_store(lives_on: tuple[str, str] | None, fresh: bool) -> None:
+    """Raise ConfigError for what does not work with a store outside of the job, where any machine may coordinate."""
+    if lives_on is not None:
+        raise ConfigError(
+            f"--rendezvous etcd://...: {lives_on[0]} keeps all processes from one machine; use --rendezvous HOST:PORT "
+            "with that machine."
+        )
+    if fresh:
+        raise ConfigError(
+            "--fresh does not work with --rendezvous etcd://...: several machines would move the old run aside; choose "
+            "another run.name, or move the run's folder."
+        )
 
 
 def _find_missing_gpus(recipe: Recipe, group: HostGroup, num_processes: int | None) -> str | None:

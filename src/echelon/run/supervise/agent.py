@@ -1,8 +1,8 @@
 """The agent of a machine: it starts the ranks of its machine, watches them, and ends them.
 
 Each machine of a job has one agent; a single machine is a group of one. In each attempt the agents meet, and one of
-them, the coordinator, says which machines take part and which ranks each has (`admission.py`). How an attempt ended,
-and whether there is another one, is decided once for all machines (`agent_votes.py`).
+them, the coordinator, says which machines take part and which ranks each has (`coordinator.py`). How an attempt ended,
+and whether there is another one, is decided once for all machines (`decision.py`).
 """
 
 import json
@@ -33,11 +33,12 @@ from echelon.ground.variables import read_environment
 from echelon.planner.hardware.health import examine_health
 from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
-from echelon.run.supervise.admission import Admission, MachineReport
-from echelon.run.supervise.agent_votes import LOST_SECONDS, AgentRendezvous
+from echelon.run.supervise.admission import MachineReport
+from echelon.run.supervise.coordinator import AttemptNews
 from echelon.run.supervise.decision import Decision, HostReport
 from echelon.run.supervise.hands import Machines, NodeAgent
 from echelon.run.supervise.hang_verdict import explain_hang, read_records
+from echelon.run.supervise.meeting import LOST_SECONDS, Meeting
 from echelon.run.supervise.news import AgentStopped, news_shared, stops_forwarded
 from echelon.run.supervise.outcome import (
     DONE,
@@ -54,13 +55,11 @@ from echelon.run.supervise.outcome import (
 )
 from echelon.run.supervise.replica_keeper import ReplicaSupervisor
 from echelon.run.supervise.restart import AWAITS_VARIABLE, Restarts, Vacancies
-from echelon.run.supervise.succession import Fence, find_coordinator, succeed
 from echelon.run.supervise.warm_start import WarmStart
 from echelon.run.supervise.workers import LocalRanks, Workers
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.2
 # Between the loss of the keeper of a quorum and the next attempt to reach it.
 _REJOIN_SECONDS = 1.0
 
@@ -136,124 +135,78 @@ class Agent:
         # torch is imported only here, so that `echelon --help` is fast.
         from torch.distributed import DistError
 
-        restarts, announced = Restarts(job.max_restarts), dict[str, str]()
-        rendezvous = fence = None
+        meeting = None
         try:
-            if self._group.shares_files and not self._group.is_alone:
-                self._group = find_coordinator(self._group, job.folder)
-            rendezvous = AgentRendezvous(self._group, platform.node(), restarts, self._address)
-            while True:
-                self.is_coordinator = rendezvous.coordinates
-                if rendezvous.coordinates and rendezvous.group.shares_files and not rendezvous.group.is_alone:
-                    fence = Fence(rendezvous, job.folder)
-                try:
-                    return self._run(job, rendezvous, restarts, asked, announced)
-                except DistError as error:
-                    rendezvous, ending = self._succeed(job, rendezvous, restarts, error)
-                    if ending is not None:
-                        return ending
-                    announced = _announce(read_clock(), None)
+            meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._fault, self._address)
+            return self._run(job, meeting, asked)
         except AgentStopped as error:
-            if fence is not None and fence.successor is not None:
-                raise LaunchError(
-                    f"{fence.successor} has taken over this run, which most machines could reach and this one "
-                    "could not; start the same command again here to take part."
-                ) from error
             return Outcome(FAILED, f"stopped by {error.name}")
         except DistError as error:
             raise self._explain_loss(error) from error
         finally:
-            if fence is not None:
-                fence.end()
-            if rendezvous is not None:
-                rendezvous.close()
+            if meeting is not None:
+                self.is_coordinator = meeting.coordinates
+                meeting.close()
 
-    def _succeed(
-        self, job: Workers, lost: AgentRendezvous, restarts: Restarts, error: Exception
-    ) -> tuple[AgentRendezvous, Outcome | None]:
-        """Meet at another coordinator instead of a lost one; also how the job ends, None if it goes on.
-
-        Raises LaunchError if this machine is not among enough others.
-        """
-        step = _find_newest_step(job)
-        meeting = succeed(lost, self._address, restarts, job.folder, job.least_machines(lost.group.min_nodes), step)
-        lost.close()
-        if meeting is None:
-            raise self._explain_loss(error.__cause__ or error) from error
-        rendezvous, decision = meeting
-        self._group, self.is_coordinator = rendezvous.group, rendezvous.coordinates
-        self.keeps_journal = self.is_coordinator
-        self._begin_again(job, decision, None)
-        return rendezvous, decision.find_ending(rendezvous.host, Outcome(FAILED, decision.message))
-
-    def _run(
-        self,
-        job: Workers,
-        rendezvous: AgentRendezvous,
-        restarts: Restarts,
-        asked: Sequence[object],
-        announced: Mapping[str, str],
-    ) -> Outcome:
+    def _run(self, job: Workers, meeting: Meeting, asked: Sequence[object]) -> Outcome:
         """Run attempts until the machines decide to end."""
-        folder = job.folder
+        folder, announced = job.folder, dict[str, str]()
         while True:
-            attempt = rendezvous.attempt()
-            rendezvous.join(attempt)
-            cause, died_at = self._attempt(job, rendezvous, attempt, announced)
-            if not rendezvous.coordinates and rendezvous.is_left_out(attempt):
-                ending = self._wait(rendezvous, attempt, asked) if rendezvous.is_spare(attempt) else cause.outcome
-                if ending is None:
+            cause, died_at = self._attempt(job, meeting, announced)
+            news = meeting.now()
+            if meeting.host in news.left_out and not meeting.coordinates:
+                return cause.outcome
+            if not meeting.coordinates and not news.takes_part(meeting.host):
+                if (ending := self._wait(meeting, asked)) is None:
                     continue
                 return ending
             erase_progress_bar()
-            self.keeps_journal = rendezvous.coordinates if self._group.shares_files else 0 in folder.read_pids()
+            self.is_coordinator = meeting.coordinates
+            self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
             if self.keeps_journal and folder.logs_dir.is_dir():
                 keep_console_in(folder.console_path)
             if asked:
-                rendezvous.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
-            decision = rendezvous.await_decision(attempt, HostReport.of(rendezvous.host, cause, _find_newest_step(job)))
-            if (ending := decision.find_ending(rendezvous.host, cause.outcome)) is not None:
+                meeting.ask(read_stop_file(folder.stop_path) or "SIGTERM")
+            meeting.end_attempt(HostReport.of(meeting.host, cause, _find_newest_step(job)))
+            decision = meeting.await_decision()
+            if (ending := decision.find_ending(meeting.host, cause.outcome)) is not None:
                 self._last = decision
                 return ending
             if asked:  # since the decision: the next attempt stops as soon as it can
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
             ended_at = read_clock()
             detection = None if died_at is None else max(0.0, time.time() - died_at)
-            restarts.done = decision.restarts
             self._begin_again(job, decision, detection)
             announced = _announce(ended_at, detection)
 
-    @staticmethod
-    def _wait(rendezvous: AgentRendezvous, attempt: int, asked: Sequence[object]) -> Outcome | None:
-        """Wait as a spare for the next attempt; if there is none, or this machine is asked to stop, how it ends."""
-        while (decision := rendezvous.find_decision(attempt)) is None:
-            if asked:
-                return Outcome(FAILED, "stopped by a signal while this machine waited as a spare")
-            time.sleep(_LOOK_SECONDS)
-        return decision.find_ending(rendezvous.host, Outcome(DONE))
+    def _wait(self, meeting: Meeting, asked: Sequence[object]) -> Outcome | None:
+        """Wait for the next attempt; if there is none, or this machine is asked to stop, how it ends."""
+        meeting.await_news(lambda news: True if news.decision is not None or asked else None)
+        if meeting.now().decision is None:
+            return Outcome(FAILED, "stopped by a signal while this machine waited as a spare")
+        decision = meeting.await_decision()
+        self._last = decision
+        return decision.find_ending(meeting.host, Outcome(DONE))
 
-    def _attempt(
-        self, job: Workers, rendezvous: AgentRendezvous, attempt: int, announced: Mapping[str, str]
-    ) -> tuple[Cause, float | None]:
+    def _attempt(self, job: Workers, meeting: Meeting, announced: Mapping[str, str]) -> tuple[Cause, float | None]:
         """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
         folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**network_variables(self._address), **job.env, **announced}
-        with exported(variables), self._news_shared(job, rendezvous, attempt):
-            if not self._group.is_alone and (refusal := self._present(job, rendezvous, attempt)) is not None:
+        with exported(variables), self._news_shared(job, meeting):
+            if not self._group.is_alone and (refusal := self._present(job, meeting)) is not None:
                 return refusal, None
             keep = self._train if job.min_replicas is None else self._keep
-            deaths = keep(job, rendezvous, attempt)
+            deaths = keep(job, meeting)
             if isinstance(deaths, Cause):
                 return deaths, None
             died_at = min((death.time for death in deaths), default=None)
         return self._find_cause(folder, deaths, was_run), died_at
 
-    def _news_shared(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> AbstractContextManager[None]:
-        """Share news with the other machines during a block, and admit them to the attempt."""
+    def _news_shared(self, job: Workers, meeting: Meeting) -> AbstractContextManager[None]:
+        """Share stops and deaths with the other machines during a block."""
         if self._group.is_alone:  # no other to inform, and its workers handle a stop during startup themselves
             return nullcontext()
-        watch = rendezvous.watch(attempt)
-        return news_shared(watch, job.folder, Admission(watch, self._fault).look, job.min_replicas is None)
+        return news_shared(meeting, job.folder, job.min_replicas is None)
 
     def _find_cause(self, folder: RunFolder, deaths: Sequence[ProcessDeath], was_run: bool) -> Cause:
         """How an attempt has ended on this machine. `was_run`: whether there was a run before it."""
@@ -280,23 +233,31 @@ class Agent:
         has_first = 0 in folder.read_pids() and not self._group.lives_on
         return has_first and is_run(folder.path) and not folder.is_finished()
 
-    def _present(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> Cause | None:
+    def _present(self, job: Workers, meeting: Meeting) -> Cause | None:
         """Present this machine to the coordinator; None if it takes part in the attempt, else how that ends here."""
-        health = examine_health(job.num_processes, job.folder.path)
+        health, host = examine_health(job.num_processes, job.folder.path), meeting.host
         name = self._group.name or self._address
-        condition = MachineReport.of(health, self._missing, self._fault, job.num_processes, name)
-        answer = Admission(rendezvous.watch(attempt), self._fault).present(condition)
-        has_spares = bool(rendezvous.group.num_spares)
-        if answer.is_spare:
+        meeting.present(MachineReport.of(health, self._missing, self._fault, job.num_processes, name))
+
+        def is_answered(news: AttemptNews) -> bool | None:
+            is_named = news.takes_part(host) or host in news.spares or host in news.left_out
+            return True if is_named or news.is_over else None
+
+        meeting.await_news(is_answered)
+        news, has_spares = meeting.now(), bool(self._group.num_spares)
+        if news.takes_part(host):
+            if has_spares and meeting.was_spare():
+                logger.info("this machine was a spare, and now takes the place of another one")
+            return None
+        if host in news.left_out and not meeting.coordinates:
+            logger.warning(f"this machine is left out: {news.left_out[host]}")
+            return Cause(Outcome(FAILED, news.left_out[host], final=True), Likelihood.CAUSE, time.time())
+        if host in news.spares:
             purpose = "is a spare: it takes the place of one that is lost" if has_spares else "waits for the others"
             logger.info(f"this machine {purpose}")
-        elif answer.is_admitted and has_spares and rendezvous.watch(attempt).was_spare(rendezvous.host):
-            logger.info("this machine was a spare, and now takes the place of another one")
-        elif not answer.is_admitted and not answer.ends and not rendezvous.coordinates:
-            logger.warning(f"this machine is left out: {answer.words}")
-        return None if answer.is_admitted else answer.cause
+        return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
-    def _keep(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> list[ProcessDeath] | Cause:
+    def _keep(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
         """Keep the replicas of a job through an attempt; returns the deaths that have ended it.
 
         Of several machines, the coordinator keeps all replicas. Elsewhere the result is a Cause: how it ended is known
@@ -304,66 +265,48 @@ class Agent:
         """
         if self._group.is_alone:
             return ReplicaSupervisor(job, self._warm).run()
-        if rendezvous.coordinates:
+        if meeting.coordinates:
             if job.prepare is not None and (ending := job.prepare()) is not None:
                 return Cause(ending, Likelihood.NOTHING if ending.code == DONE else Likelihood.CAUSE, time.time())
             machines = Machines(self._address, job.num_machines - 1, job.folder.outcomes_dir)
-            keeper = ReplicaSupervisor(job, self._warm, machines, rendezvous.group.min_nodes)
-            rendezvous.call(attempt, machines.call)
+            keeper = ReplicaSupervisor(job, self._warm, machines, self._group.min_nodes)
+            meeting.call(machines.call)
             return keeper.run()
-        while (call := rendezvous.await_call(attempt)) is not None and not NodeAgent(job, self._warm, call).run():
+        while (call := meeting.await_news(_find_call)) and not NodeAgent(job, self._warm, call).run():
             time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
-    def _train(self, job: Workers, rendezvous: AgentRendezvous, attempt: int) -> list[ProcessDeath] | Cause:
+    def _train(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
         """Start this machine's ranks, and wait for their end; returns those that have failed.
 
-        A Cause: the attempt was over before this machine took part in it.
+        The ranks meet at a free port of the machine of rank 0. A Cause: the attempt was over before they could start.
         """
-        place = self._find_place(job, rendezvous, attempt)
-        if place is None:
+        team = meeting.now().team or [(meeting.host, job.num_processes)]
+        hosts = [host for host, _ in team]
+        place = hosts.index(meeting.host)
+        if place == 0:
+            meeting.call(json.dumps([self._address, find_free_port(self._address)]))
+        if not (call := meeting.await_news(_find_call)):
             return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
-        first, world_size, endpoint = place
-        watch = None if self._group.is_alone else rendezvous.watch(attempt)
+        address, port = json.loads(call)
+        first, world_size = sum(count for _, count in team[:place]), sum(count for _, count in team)
+        endpoint = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         ranks = LocalRanks(job.folder, self._warm)
         try:
             for index in range(job.num_processes):
                 env = rank_environment(first + index, world_size, index, job.num_processes)
                 ranks.start(job.argv, first + index, {**read_environment(), **env, **endpoint})
-            ranks.wait(leaves=lambda: watch is not None and watch.meets_again())
+            ranks.wait(leaves=lambda: meeting.now().meets_again)
         finally:
             ranks.end()
         return ranks.deaths
 
-    def _find_place(
-        self, job: Workers, rendezvous: AgentRendezvous, attempt: int
-    ) -> tuple[int, int, dict[str, str]] | None:
-        """The first rank of this machine, the number of all ranks, and the variables of where they meet.
-
-        They meet at a free port of the machine of rank 0. None if the attempt is over before.
-        """
-        team = [(rendezvous.host, job.num_processes)]
-        if not self._group.is_alone:
-            found = Admission(rendezvous.watch(attempt), self._fault).await_team()
-            if found is None:
-                return None
-            team = found
-        hosts = [host for host, _ in team]
-        if hosts[0] == rendezvous.host:
-            rendezvous.call(attempt, json.dumps([self._address, find_free_port(self._address)]))
-        if (words := rendezvous.await_call(attempt)) is None:
-            return None
-        address, port = json.loads(words)
-        first = sum(count for _, count in team[: hosts.index(rendezvous.host)])
-        return first, sum(count for _, count in team), {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-
     def _explain_loss(self, error: BaseException) -> LaunchError:
-        words = f"the coordinator at {self._group.endpoint} is gone"
-        self._last = Decision(False, FAILED, words, 0, is_short=True)
+        keeper = "the coordinator" if self._group.store_name is None else "etcd"
+        self._last = Decision(False, FAILED, f"{keeper} at {self._group.endpoint} is gone", 0, is_short=True)
         return LaunchError(
-            f"the coordinator at {self._group.endpoint} is gone or unreachable "
-            f"({first_line(error)}); start the same command again on the remaining machines to resume "
-            "the run."
+            f"{keeper} at {self._group.endpoint} is gone or unreachable ({first_line(error)}); start the same command "
+            "again on the remaining machines to resume the run."
         )
 
     def _begin_again(self, job: Workers, decision: Decision, detection: float | None) -> None:
@@ -391,6 +334,11 @@ def network_variables(address: str) -> dict[str, str]:
     interface = find_interface(address)
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {ADDRESS_VARIABLE: address, **names}
+
+
+def _find_call(news: AttemptNews) -> str | None:
+    """Where the ranks of an attempt meet, or its keeper; empty if the attempt is over before that is known."""
+    return "" if news.is_over else news.call
 
 
 def _announce(ended_at: float, detection: float | None) -> dict[str, str]:

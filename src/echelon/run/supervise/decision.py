@@ -1,8 +1,8 @@
 """What all machines of a job do after an attempt: each reports how it ended there, and the coordinator decides."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from echelon.ground.hosts import HostGroup
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Likelihood, Outcome
@@ -53,9 +53,8 @@ class Decision:
     advice: str = ""
 
     @staticmethod
-    def parse(text: bytes) -> "Decision":
-        """The decision that another machine has stored."""
-        fields = json.loads(text)
+    def parse(fields: Mapping[str, Any]) -> "Decision":
+        """The decision that another machine has published."""
         return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
 
     def find_ending(self, host: str, own: Outcome) -> Outcome | None:

@@ -5,15 +5,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from echelon.ground.errors import LaunchError
 from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.agent_votes import Watch
-from echelon.run.supervise.succession import FENCE_SIGNAL
+from echelon.run.supervise.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,6 @@ ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 """These end the job at once; STOP_SIGNALS let it save first."""
 
 _LOOK_SECONDS = 0.2
-# Between two log lines about machines that have not joined yet.
-_WAITING_SECONDS = 20.0
 
 
 class AgentStopped(BaseException):
@@ -37,7 +35,7 @@ class AgentStopped(BaseException):
 def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
-    So do `ENDING_SIGNALS` and `FENCE_SIGNAL`, at once.
+    So do `ENDING_SIGNALS`, at once.
 
     Yields a sequence that is non-empty once a signal has arrived. Raises AgentStopped in the main thread. Afterwards
     restores the earlier handlers.
@@ -61,10 +59,10 @@ def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence
         raise AgentStopped(signal.Signals(number).name)
 
     mine = (*STOP_SIGNALS, signal.SIGALRM)
-    before = {signum: signal.getsignal(signum) for signum in (*mine, FENCE_SIGNAL, *ENDING_SIGNALS)}
+    before = {signum: signal.getsignal(signum) for signum in (*mine, *ENDING_SIGNALS)}
     for signum in mine:
         signal.signal(signum, stop)
-    for signum in (FENCE_SIGNAL, *ENDING_SIGNALS):
+    for signum in ENDING_SIGNALS:
         if before[signum] is not signal.SIG_IGN:  # under nohup the job outlives its terminal
             signal.signal(signum, end)
     try:
@@ -76,17 +74,14 @@ def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence
 
 
 @contextmanager
-def news_shared(
-    watch: Watch, folder: RunFolder, look: Callable[[], None], shares_deaths: bool = True
-) -> Iterator[None]:
-    """Share stops and deaths with the other machines of an attempt during the block; also calls `look` all the time.
+def news_shared(meeting: Meeting, folder: RunFolder, shares_deaths: bool = True) -> Iterator[None]:
+    """Share stops and deaths with the other machines of an attempt during the block.
 
-    `shares_deaths`: whether a death on one machine ends the workers of all.
-
-    A lost coordinator counts as a death: the workers leave, and the main thread's next use of the store fails.
+    `shares_deaths`: whether a death on one machine ends the ranks of all. A lost coordinator counts as a death: the
+    ranks leave, and the main thread's next use of the meeting fails.
     """
-    news = _News(watch, folder, look, shares_deaths)
-    thread = threading.Thread(target=news.share, name="news", daemon=True)
+    news = _News(meeting, folder, shares_deaths)
+    thread = threading.Thread(target=news.share, name="folder-news", daemon=True)
     thread.start()
     try:
         yield
@@ -96,46 +91,40 @@ def news_shared(
 
 
 class _News:
-    def __init__(self, watch: Watch, folder: RunFolder, look: Callable[[], None], shares_deaths: bool) -> None:
+    def __init__(self, meeting: Meeting, folder: RunFolder, shares_deaths: bool) -> None:
         self.over = threading.Event()
-        self._watch = watch
+        self._meeting = meeting
         self._folder = folder
-        self._look = look
         self._shares_deaths = shares_deaths
-        self._next_line_at = time.monotonic() + _WAITING_SECONDS
 
     def share(self) -> None:
-        """Poll the folder and the store until the attempt is over. Forwards each stop and each death once."""
-        is_stop_known, is_death_known = False, not self._shares_deaths
+        """Look at the folder until the attempt is over. Forwards each stop and each death once."""
+        is_stop_known, is_death_known, is_slow_known = False, not self._shares_deaths, False
         try:
             while not self.over.wait(_LOOK_SECONDS):
-                self._look()
-                self._log_missing()
-                if not is_stop_known:
-                    self._leave_if_slow()
+                self._meeting.check()
+                is_slow_known = is_slow_known or self._share_slowness()
                 is_stop_known = is_stop_known or self._share_stop()
                 is_death_known = is_death_known or self._share_death()
-        except RuntimeError:
+        except (RuntimeError, LaunchError):
             with suppress(OSError):
                 write_text(self._folder.death_path, "the coordinator is lost\n")
 
-    def _log_missing(self) -> None:
-        is_late = self._watch.coordinates and time.monotonic() > self._next_line_at
-        if is_late and (missing := self._watch.count_missing()):
-            needed = self._watch.group.min_nodes
-            logger.info(f"waiting for machines: {needed - missing} of {needed} have joined")
-            self._next_line_at += _WAITING_SECONDS
-
-    def _leave_if_slow(self) -> None:
-        """Stop this machine if it is slow and a spare waits; not the coordinator, whose end is that of the job."""
-        if self._folder.slow_path.exists() and not self._watch.coordinates and self._watch.has_spare():
-            logger.warning("this machine is slow; a spare takes its place")
-            write_text(self._folder.stop_path, signal.SIGTERM.name)
+    def _share_slowness(self) -> bool:
+        """Say once that this machine is slow; whether it was said. If a spare waits, the coordinator lets it leave."""
+        if not self._folder.slow_path.exists():
+            return False
+        self._meeting.post("slow")
+        return True
 
     def _share_stop(self) -> bool:
+        meeting = self._meeting
+        if meeting.host in meeting.now().leaving and not self._folder.stop_path.exists():
+            logger.warning("this machine is slow; a spare takes its place")
+            write_text(self._folder.stop_path, signal.SIGTERM.name)
         if (name := read_stop_file(self._folder.stop_path)) is not None:
-            self._watch.ask(name)
-        elif (name := self._watch.asked()) is not None:
+            meeting.ask(name)
+        elif (name := meeting.asked) is not None:
             write_text(self._folder.stop_path, name)
             if not self._folder.read_pids():
                 os.kill(os.getpid(), signal.Signals[name])  # the main thread is waiting for machines
@@ -148,8 +137,8 @@ class _News:
 
     def _share_death(self) -> bool:
         if self._folder.death_path.exists():
-            self._watch.tell_death()
-        elif self._watch.has_death():
+            self._meeting.post("death")
+        elif self._meeting.now().is_dead:
             write_text(self._folder.death_path, "another machine has lost a rank\n")
         else:
             return False

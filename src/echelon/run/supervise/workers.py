@@ -53,12 +53,6 @@ class Workers:
         """The processes of all machines."""
         return self.num_processes * self.num_machines
 
-    def least_machines(self, usual: int) -> int:
-        """How many machines are enough to go on. `usual`: for ranks that need each other."""
-        if self.min_replicas is None or self.needs_all:
-            return usual
-        return -(-self.min_replicas * self.replica_size // self.num_processes)
-
 
 PLACE = Path("/dev/shm")
 

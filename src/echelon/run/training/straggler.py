@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from typing_extensions import override
 
+from echelon.ground.medians import find_medians_of_others
 from echelon.ground.stop_request import STRAGGLER
 from echelon.ground.stored import write_text
 from echelon.learn.distributed.mesh import Meshes
@@ -68,13 +69,12 @@ class Straggler:
 
 
 def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
-    """For each rank the median of the other numbers of its stage, which is sorted once; without others its own."""
+    """For each rank the median of the other numbers of its stage; without others its own."""
     usual = list(own)
     for stage in set(stages):
-        ranks = sorted((rank for rank in range(len(own)) if stages[rank] == stage), key=own.__getitem__)
-        low, high = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of a stage without one of its ranks
-        for index, rank in enumerate(ranks if len(ranks) > 1 else ()):
-            usual[rank] = (own[ranks[low + (low >= index)]] + own[ranks[high + (high >= index)]]) / 2
+        ranks = [rank for rank in range(len(own)) if stages[rank] == stage]
+        for rank, middle in zip(ranks, find_medians_of_others([own[rank] for rank in ranks]), strict=True):
+            usual[rank] = middle
     return usual
 
 

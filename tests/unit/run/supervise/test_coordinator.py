@@ -1,19 +1,19 @@
 """Which machines take part in an attempt: the coordinator's answers, compared with answers by hand."""
 
-import threading
+import json
 import time
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import asdict, replace
 
 import pytest
-from torch.distributed import HashStore
 
 from echelon.ground.hosts import parse_group
 from echelon.planner.hardware.health import Health, examine_health
 from echelon.recipe.operation import FaultConfig
-from echelon.run.supervise.admission import Admission, AdmissionResult, MachineReport, Problem, Severity, judge
-from echelon.run.supervise.agent_votes import Watch
-from echelon.run.supervise.outcome import FAILED, REFUSED
+from echelon.run.supervise.admission import MachineReport, Problem, Severity, judge
+from echelon.run.supervise.coordinator import AttemptNews, Coordinator
+from echelon.run.supervise.decision import HostReport
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED
+from echelon.run.supervise.restart import Restarts
 
 STRICT, MILD = FaultConfig(on_straggler="stop"), FaultConfig(on_bad_machine="warn")
 USUAL, SOUND = FaultConfig(), MachineReport()
@@ -21,54 +21,49 @@ BAD = MachineReport((Problem("GPU 1 has 3 uncorrectable memory (ECC) errors; res
 
 
 class Group:
-    """Agents of one attempt, which share a store in this process."""
+    """A coordinator, `a`, with what it has published; a machine that comes presents itself."""
 
-    def __init__(self, nodes, fault=USUAL):
-        self.group = parse_group(nodes, "a:29400")
-        self.fault = fault
-        self.store = HashStore()
-        self.store.set_timeout(timedelta(seconds=60))
-        self.silent = set()
-        self.begin_attempt(0)
+    def __init__(self, nodes, fault=USUAL, **more):
+        self.group = replace(parse_group(nodes, "a:29400"), **more)
+        self.news, self.silent, self.attempt = {}, set(), 0
+        self.coordinator = Coordinator("a", self.group, Restarts(9), fault, self.publish)
 
-    def begin_attempt(self, number):
-        self.attempt, self.threads, self.answers = number, [], {}
-        self.coordinator = self.admission("a")
-        self.store.append(f"{number}/hosts", "a\n")
+    def publish(self, message):
+        self.news.setdefault(message["attempt"], AttemptNews()).take(json.loads(json.dumps(message)))
 
-    def watch(self, host):
-        return Watch(self.store, self.attempt, self.group, host, host == "a", lambda _, name: name in self.silent)
+    def say(self, kind, host, **fields):
+        self.coordinator.handle({"kind": kind, "attempt": self.attempt, "host": host, **fields})
+        self.coordinator.look(frozenset(self.silent))
 
-    def admission(self, host):
-        return Admission(self.watch(host), self.fault)
+    def come(self, host, report=SOUND):
+        self.say("present", host, report=json.loads(json.dumps(asdict(report))))
 
-    def come(self, host, condition=SOUND):
-        """A machine joins, and presents itself as its agent does; return when its condition is known."""
-        self.store.append(f"{self.attempt}/hosts", f"{host}\n")
+    def end_attempt(self, *hosts):
+        """All of these report that another one has failed; the machines then meet again."""
+        for host in hosts:
+            report = HostReport(host, FAILED, "rank 1 was killed", False, 2, 0.0, self.attempt)
+            self.say("ended", host, report=asdict(report))
+        assert self.now.decision.goes_on
+        self.attempt += 1
 
-        def present():
-            self.answers[host] = self.admission(host).present(condition)
-
-        self.threads.append(threading.Thread(target=present, daemon=True))
-        self.threads[-1].start()
-        while self.threads[-1].is_alive() and not self.store.check([f"{self.attempt}/condition/{host}"]):
-            self.coordinator.look()  # answers its question for the time
-            time.sleep(0.001)
+    @property
+    def now(self):
+        return self.news.setdefault(self.attempt, AttemptNews())
 
     def look_until_answered(self):
-        while any(thread.is_alive() for thread in self.threads):
-            self.coordinator.look()
-            for thread in self.threads:
-                thread.join(0.01)
-        return {host: answer.is_admitted for host, answer in self.answers.items()}
-
-    def hosts(self):
-        return self.watch("a").hosts()
+        """Whether each machine takes part."""
+        deadline = time.monotonic() + 10
+        while not (self.now.team or self.now.decision):
+            assert time.monotonic() < deadline
+            self.coordinator.look(frozenset(self.silent))
+            time.sleep(0.01)
+        others = {*self.now.spares, *self.now.left_out}
+        return {host: True for host, _ in self.now.team or ()} | dict.fromkeys(others, False)
 
 
 @pytest.fixture(autouse=True)
 def _last_call(monkeypatch):
-    monkeypatch.setattr("echelon.run.supervise.admission._LAST_CALL_SECONDS", 0.5)
+    monkeypatch.setattr("echelon.run.supervise.coordinator._LAST_CALL_SECONDS", 0.5)
 
 
 def test_sound_machines_take_part():
@@ -83,19 +78,18 @@ def test_a_bad_machine_is_left_out_where_enough_others_are_there():
     for host in "abc":
         group.come(host, BAD if host == "b" else MachineReport())
     assert group.look_until_answered() == {"a": True, "b": False, "c": True}
-    assert group.hosts() == ["a", "c"] and "ECC" in group.answers["b"].words
+    assert "ECC" in group.now.left_out["b"]
 
 
 def test_without_enough_others_the_job_ends_on_all_and_names_the_machine():
     group = Group("2")
     group.come("a")
     group.come("b", BAD)
-    assert group.look_until_answered() == {"a": False, "b": False}
-    [answer] = set(group.answers.values())
-    assert answer.ends and answer.code == FAILED
-    assert (
-        answer.words.startswith("machine b: GPU 1 has 3 uncorrectable") and "fault.on_bad_machine=warn" in answer.words
-    )
+    assert group.look_until_answered() == {}
+    ending = group.now.decision
+    assert not ending.goes_on and ending.code == FAILED
+    assert ending.message.startswith("machine b: GPU 1 has 3 uncorrectable")
+    assert "fault.on_bad_machine=warn" in ending.message
 
 
 def test_a_machine_that_comes_later_is_judged_when_it_comes():
@@ -105,11 +99,11 @@ def test_a_machine_that_comes_later_is_judged_when_it_comes():
     group.come("b", BAD)
     group.come("c", MachineReport(num_processes=2))
     assert group.look_until_answered() == {"a": True, "b": False, "c": False}
-    assert group.answers["c"].is_spare and group.watch("a").meets_again(), "all save, and meet again"
-    group.begin_attempt(1)
+    assert group.now.spares == ["c"] and group.now.meets_again, "all save, and meet again"
+    group.end_attempt("a")
     for host in "ac":
         group.come(host)
-    assert group.look_until_answered() == {"a": True, "c": True} and not group.watch("a").meets_again()
+    assert group.look_until_answered() == {"a": True, "c": True} and not group.now.meets_again
 
 
 def test_the_ranks_of_a_machine_are_neighbours_in_the_order_of_the_names():
@@ -118,7 +112,7 @@ def test_the_ranks_of_a_machine_are_neighbours_in_the_order_of_the_names():
     for host, name, count in (("c", "node-10", 2), ("a", "node-7", 4), ("b", "node-9", 1)):
         group.come(host, MachineReport(num_processes=count, name=name))
     assert group.look_until_answered() == {"a": True, "b": True, "c": True}
-    assert group.admission("b").await_team() == [("a", 4), ("b", 1), ("c", 2)]
+    assert group.now.team == [("a", 4), ("b", 1), ("c", 2)]
 
 
 def test_the_first_machines_of_an_elastic_job_wait_a_moment_for_others():
@@ -134,13 +128,13 @@ def test_a_machine_too_many_is_a_spare_and_takes_the_place_of_a_lost_one():
         group.come(host)
     # The coordinator trains, although it has come last.
     assert group.look_until_answered() == {"a": True, "b": True, "c": False}
-    assert group.answers["c"].is_spare and not group.answers["c"].ends and not group.answers["b"].is_spare
-    assert group.hosts() == ["a", "b"] and group.watch("a").spares() == ["c"]
-    group.begin_attempt(1)
+    assert group.now.spares == ["c"] and not group.now.meets_again
+    group.end_attempt("a", "b")
     for host in "cba":
         group.come(host)
     assert group.look_until_answered() == {"a": True, "b": True, "c": False}, "what trained before goes on"
-    group.begin_attempt(2)
+    group.silent.add("b")
+    group.end_attempt("a")
     for host in "ca":
         group.come(host)
     assert group.look_until_answered() == {"a": True, "c": True}
@@ -154,8 +148,9 @@ def test_what_happens_to_a_spare_is_told(caplog):
     group.look_until_answered()
     group.silent.add("d")
     for _ in range(3):
-        group.coordinator.look()
-    group.begin_attempt(1)
+        group.coordinator.look(frozenset(group.silent))
+    group.silent.add("b")
+    group.end_attempt("a")
     for host in "ca":
         group.come(host)
     assert group.look_until_answered() == {"a": True, "c": True}
@@ -172,17 +167,15 @@ def test_a_spare_takes_the_place_of_a_bad_machine():
     group.come("a")
     group.come("b", BAD)
     for _ in range(20):
-        group.coordinator.look()
-    assert not group.answers
+        group.coordinator.look(frozenset())
+    assert group.now == AttemptNews()
     group.come("c")
     assert group.look_until_answered() == {"a": True, "b": False, "c": True}
-    assert not group.answers["b"].is_spare
+    assert group.now.spares == []
 
 
 def test_a_machine_that_replaces_a_lost_one_of_a_quorum_takes_part():
-    group = Group("2+1")
-    group.group = replace(group.group, lives_on=True)
-    group.coordinator = group.admission("a")
+    group = Group("2+1", lives_on=True)
     for host in "abc":
         group.come(host)
     assert group.look_until_answered() == {"a": True, "b": True, "c": True}
@@ -192,8 +185,8 @@ def test_a_bad_first_machine_waits_for_others():
     group = Group("1:2")
     group.come("a", BAD)
     for _ in range(20):
-        group.coordinator.look()
-    assert not group.answers
+        group.coordinator.look(frozenset())
+    assert group.now == AttemptNews()
     group.come("b")
     assert group.look_until_answered() == {"a": False, "b": True}
 
@@ -205,16 +198,54 @@ def test_missing_gpus_refuse_the_job_even_if_bad_machines_may_train():
     group = Group("2", MILD)
     group.come("a")
     group.come("b", condition)
-    assert group.look_until_answered() == {"a": False, "b": False}
-    assert set(group.answers.values()) == {AdmissionResult(False, missing, True, REFUSED)}
+    assert group.look_until_answered() == {}
+    assert (group.now.decision.code, group.now.decision.message) == (REFUSED, missing)
 
 
-def test_the_attempt_may_end_before_a_machine_is_answered():
-    group = Group("1:2")
-    group.store.set("0/closed", "")
-    group.come("b")
-    group.threads[0].join(60)
-    assert group.answers["b"].cause.outcome.code == 0 and not group.answers["b"].is_admitted
+def test_who_comes_when_an_attempt_has_ended_takes_part_in_the_next_one():
+    group = Group("2")
+    for host in "ab":
+        group.come(host)
+    group.say("ended", "b", report=asdict(HostReport("b", FAILED, "rank 1 was killed", False, 0, 0.0, None)))
+    assert group.now.is_closed and group.now.decision is None
+    group.say("present", "late", report=asdict(SOUND))
+    group.say("ended", "stranger", report=asdict(HostReport("stranger", FAILED, "?", False, 0, 0.0, None)))
+    group.end_attempt("a")
+    assert group.attempt == 1 and group.now == AttemptNews()
+
+
+def test_a_silent_machine_ends_the_attempt_of_all():
+    group = Group("2:3")
+    for host in "abc":
+        group.come(host)
+    group.silent.add("b")
+    group.coordinator.look(frozenset("b"))
+    assert group.now.is_dead
+    group.end_attempt("a", "c")
+    assert group.news[0].decision.message == "1 of 3 machines stopped responding: b"
+
+
+def test_a_slow_machine_leaves_only_for_a_spare():
+    group = Group("2+1")
+    for host in "ab":
+        group.come(host)
+    group.say("slow", "b")
+    assert group.now.leaving == []
+    group.come("c")
+    group.say("slow", "a")  # the coordinator's end is that of the job
+    group.say("slow", "b")
+    assert group.now.leaving == ["b"]
+
+
+def test_who_has_not_read_the_end_is_waited_for():
+    group = Group("2")
+    for host in "ab":
+        group.come(host)
+    for host in "ab":
+        group.say("ended", host, report=asdict(HostReport(host, DONE, "", False, 3, 0.0, 5)))
+    assert not group.now.decision.goes_on and group.coordinator.awaits_readers()
+    group.say("read", "b")
+    assert not group.coordinator.awaits_readers()
 
 
 def found(conditions, fault=STRICT):

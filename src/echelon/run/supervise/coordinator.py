@@ -1,0 +1,323 @@
+"""What the coordinator of a job says: who takes part in an attempt, and what all do after it.
+
+A bad machine is left out where enough others are there, so that it does not fail, or slow down, the whole job. Machines
+beyond the number that trains are spares: they wait for the next attempt, in which they take the places of lost ones. So
+does a machine that joins an elastic job, for which all others save and meet again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from echelon.ground.foreign_launchers import in_number_order
+from echelon.ground.hosts import HostGroup
+from echelon.recipe.operation import FaultConfig
+from echelon.run.supervise.admission import MachineReport, Problem, Severity, judge
+from echelon.run.supervise.decision import Decision, HostReport, decide
+from echelon.run.supervise.outcome import FAILED, REFUSED
+from echelon.run.supervise.restart import Restarts
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+"""What an agent posts, or the coordinator publishes: JSON, with its `kind` and the number of its `attempt`."""
+
+# How long the first machines of an elastic job wait for others, and all for those that have trained in the attempt
+# before; and how long if too few of them are without a fault.
+_LAST_CALL_SECONDS, _HEALTHY_SECONDS = 5.0, 30.0
+# A stop of the whole job reaches its machines at slightly different times.
+_ASKING_SECONDS = 1.5
+# Between two log lines about machines that have not come yet.
+_WAITING_SECONDS = 20.0
+
+
+@dataclass
+class AttemptNews:
+    """What the coordinator has said of an attempt.
+
+    Attributes:
+        team: the machines that take part, with their numbers of ranks, in the order of the ranks.
+        spares: those that wait for the next attempt.
+        left_out: why others take no part.
+        call: where the ranks meet, or their keeper, in JSON.
+        is_dead: whether a machine has lost a rank, or is itself lost.
+        meets_again: whether all save, stop and meet again, because a machine joins.
+        is_closed: whether it has ended on a machine, so that nobody else begins.
+        leaving: slow machines that a spare replaces.
+        decision: what all do next.
+    """
+
+    team: list[tuple[str, int]] | None = None
+    spares: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    call: str | None = None
+    is_dead: bool = False
+    meets_again: bool = False
+    is_closed: bool = False
+    leaving: list[str] = field(default_factory=list)
+    decision: Decision | None = None
+
+    def take(self, message: Message) -> None:
+        """Take in one message."""
+        if message["kind"] == "answers":
+            self.team = [(host, count) for host, count in message["team"]]
+            self.spares += message["spares"]
+            self.left_out |= message["left_out"]
+        elif message["kind"] == "call":
+            self.call = message["words"]
+        elif message["kind"] == "leave":
+            self.leaving.append(message["host"])
+        elif message["kind"] == "decision":
+            self.decision = Decision.parse(message["decision"])
+        elif message["kind"] in ("is_dead", "meets_again", "is_closed"):
+            setattr(self, message["kind"], True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody else begins."""
+        return self.is_closed or self.decision is not None
+
+    def takes_part(self, host: str) -> bool:
+        """Whether a machine takes part."""
+        return self.team is not None and any(host == other for other, _ in self.team)
+
+
+class Coordinator:
+    """Handles the messages of all machines, and publishes what they do. Not for use by several threads."""
+
+    def __init__(
+        self,
+        host: str,
+        group: HostGroup,
+        restarts: Restarts,
+        fault: FaultConfig,
+        publish: Callable[[Message], None],
+    ) -> None:
+        """`host`: this machine's name. `publish`: tells all."""
+        self._host = host
+        self._group = group
+        self._restarts = restarts
+        self._fault = fault
+        self._publish = publish
+        self._silent = frozenset[str]()
+        self._asked = set[str]()
+        self._lost_spares = set[str]()
+        self._readers: set[str] | None = None
+        self._begin(0, AttemptNews())
+
+    def _begin(self, attempt: int, last: AttemptNews) -> None:
+        """Begin an attempt. `last`: the news of the one before."""
+        leaving = last.decision.leaving if last.decision is not None else ()
+        self._attempt = attempt
+        self._last_spares = last.spares
+        self._last_team = {host for host, _ in last.team or ()} - set(leaving)
+        self._reports: dict[str, MachineReport] = {}
+        self._waiting: list[str] = []
+        self._team: list[tuple[str, int]] = [(self._host, 1)] if self._group.is_alone else []
+        self._spares: list[str] = []
+        self._left_out = set[str]()
+        self._ended: dict[str, HostReport] = {}
+        self._told = set[str]()
+        self._enough_since: float | None = None
+        self._complete_at: float | None = None
+        self._next_line_at = time.monotonic() + _WAITING_SECONDS
+
+    def restore(self, news: Mapping[int, AttemptNews]) -> None:
+        """Go on where a lost coordinator has stopped: with all that it has said. All messages to it follow again."""
+        attempt = 0
+        while (decision := news.get(attempt, AttemptNews()).decision) is not None and decision.goes_on:
+            attempt += 1
+            self._restarts.done = decision.restarts
+        self._begin(attempt, news.get(attempt - 1, AttemptNews()))
+        said = news.get(attempt, AttemptNews())
+        self._team, self._spares, self._left_out = list(said.team or ()), list(said.spares), set(said.left_out)
+        self._told = {kind for kind in ("is_dead", "meets_again", "is_closed") if getattr(said, kind)}
+        if said.decision is not None:
+            self._readers = set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended."""
+        return self._readers is not None
+
+    def hosts(self) -> set[str]:
+        """The machines that are known in this attempt."""
+        return {*self._reports, *self._spares, *(host for host, _ in self._team)}
+
+    def awaits_readers(self) -> bool:
+        """Whether a machine has not read yet that the job has ended."""
+        return self._readers is not None and bool(self._readers - self._silent)
+
+    def handle(self, message: Message) -> None:
+        """Take in the message of a machine; what is due follows in `look`."""
+        kind, host = message["kind"], message.get("host", "")
+        if kind == "asked":
+            self._asked.add(host)
+            if not self._group.may_leave:
+                self._publish({"kind": "stop", "name": message["name"]})
+        elif kind == "read":
+            (self._readers or set()).discard(host)
+        elif message["attempt"] != self._attempt or self._readers is not None:
+            return
+        elif kind == "present":
+            self._reports[host] = MachineReport.parse(message["report"])
+            if host not in {*self._spares, *self._left_out, *(member for member, _ in self._team)}:
+                self._waiting.append(host)
+        elif kind == "call":
+            self._tell("call", words=message["words"])
+        elif kind == "death":
+            self._tell_once("is_dead")
+        elif kind == "slow" and host != self._host and set(self._spares) - self._silent:
+            self._tell("leave", host=host)
+        elif kind == "ended" and any(host == member for member, _ in self._team):
+            self._ended[host] = HostReport(**message["report"])
+            if host == self._host or not self._group.lives_on:
+                self._tell_once("is_closed")
+
+    def look(self, silent: frozenset[str]) -> None:
+        """Do what is due. Call it now and then, and after messages. `silent`: the machines that are lost."""
+        self._silent = silent
+        if self._readers is not None:
+            return
+        self._tell_lost_spares()
+        if self._waiting and (self._host in self._reports):  # this machine trains, if it can, whoever comes first
+            self._admit()
+        self._tell_missing()
+        if not self._group.lives_on and any(host in silent for host, _ in self._team):
+            self._tell_once("is_dead")
+        if self._team and self._readers is None and self._has_ended():
+            self._decide()
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._publish({"kind": kind, "attempt": self._attempt, **fields})
+
+    def _tell_once(self, kind: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell(kind)
+
+    def _tell_missing(self) -> None:
+        if not self._team and time.monotonic() > self._next_line_at:
+            self._next_line_at += _WAITING_SECONDS
+            needed = self._group.min_nodes
+            logger.info(f"waiting for machines: {len(self._reports)} of {needed} have joined")
+
+    def _tell_lost_spares(self) -> None:
+        lost = set(self._spares) & self._silent
+        for host in sorted(lost - self._lost_spares):
+            logger.warning(f"the spare {host} stopped responding; spares left: {len(self._spares) - len(lost)}")
+        self._lost_spares |= lost
+
+    def _admit(self) -> None:
+        """Answer the machines that wait, if it can be decided."""
+        group, is_formed, least = self._group, bool(self._team), self._group.min_nodes
+        may_grow = group.is_elastic and not is_formed
+        if len(self._reports) < least:
+            return
+        if not is_formed and self._last_team - self._reports.keys() - self._silent and self._waits(_LAST_CALL_SECONDS):
+            return
+        problems = judge(self._reports, self._fault)
+        worst = {host: max((p.severity for p in of_host), default=Severity.NAMED) for host, of_host in problems.items()}
+        fit = [host for host in self._reports if worst[host] == Severity.NAMED and host not in self._silent]
+        if len(fit) < least:
+            if len(self._reports) < group.max_machines and self._waits(_HEALTHY_SECONDS):
+                return
+            fit = [host for host in self._reports if worst[host] < Severity.ENDS]
+        elif may_grow and len(self._reports) < group.max_nodes and self._waits(_LAST_CALL_SECONDS):
+            return
+        if len(fit) < least:
+            code, words = self._describe_ending(problems)
+            self._end(Decision(False, code, words, self._restarts.done))
+            return
+        if not is_formed:
+            self._team = self._choose_team(fit)
+        elif group.lives_on:  # the keeper gives it the place of a lost one
+            self._team += [(host, self._reports[host].num_processes) for host in self._waiting if host in fit]
+        self._answer(fit, problems)
+        self._waiting.clear()
+
+    def _waits(self, seconds: float) -> bool:
+        """Whether there have been enough machines for less than this time."""
+        now = time.monotonic()
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        return now - self._enough_since < seconds
+
+    def _choose_team(self, fit: Sequence[str]) -> list[tuple[str, int]]:
+        """Of the machines that could take part, those that do, in the order of their ranks: the coordinator's first.
+
+        Those that were spares before are so again if possible. Where processes live on, all take part.
+        """
+        chosen = list(fit)
+        if not self._group.lives_on:
+            chosen.sort(key=lambda host: (host != self._host, host in self._last_spares))
+            del chosen[self._group.max_nodes :]
+        chosen.sort(key=lambda host: (host != self._host, *in_number_order(self._reports[host].name)))
+        return [(host, self._reports[host].num_processes) for host in chosen]
+
+    def _answer(self, fit: Sequence[str], problems: Mapping[str, Sequence[Problem]]) -> None:
+        """Answer those who wait: the team takes part, the others that could are spares, the rest is left out."""
+        group, team = self._group, {host for host, _ in self._team}
+        spares, left_out = list[str](), dict[str, str]()
+        for host in self._waiting:
+            words = "; ".join(problem.words for problem in problems[host])
+            if host in fit and host not in team:
+                logger.info(f"machine {host} {'is a spare' if group.num_spares else 'joins'}")
+                spares.append(host)
+                continue
+            if host not in team:
+                logger.warning(f"machine {host} is left out: {words}")
+                left_out[host] = words
+            elif words:
+                logger.warning(f"machine {host}: {words}")
+            if host in team and group.num_spares and host in self._last_spares:
+                logger.info(f"machine {host}, a spare, takes the place of another one")
+        self._spares += spares
+        self._left_out |= set(left_out)
+        self._tell("answers", team=self._team, spares=spares, left_out=left_out)
+        if spares and group.is_elastic and len(team) < group.max_nodes:
+            self._tell_once("meets_again")
+
+    def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> tuple[int, str]:
+        """The exit code and why the job ends on all machines: too few are left without the bad ones."""
+        refused = [p.words for of_host in problems.values() for p in of_host if p.severity == Severity.REFUSES]
+        if refused:
+            return REFUSED, f"{refused[0]}."
+        bad = [
+            f"machine {host}: {problem.words}"
+            for host, of_host in problems.items()
+            for problem in of_host
+            if problem.severity == Severity.ENDS
+        ]
+        least = self._group.min_nodes
+        remedy = f"start again with {least} others, or set fault.on_bad_machine=warn to train all the same"
+        return FAILED, f"{'; '.join(bad)}; {remedy}"
+
+    def _has_ended(self) -> bool:
+        """Whether the attempt has ended on all machines of the team that are not lost."""
+        if any(host not in self._ended and host not in self._silent for host, _ in self._team):
+            return False
+        now = time.monotonic()
+        self._complete_at = now if self._complete_at is None else self._complete_at
+        num_asked = len(self._find_asked())
+        return not 0 < num_asked < len(self._team) or now - self._complete_at > _ASKING_SECONDS
+
+    def _find_asked(self) -> list[str]:
+        return [host for host, _ in self._team if host in self._asked]
+
+    def _decide(self) -> None:
+        """Decide for all machines, now that the attempt has ended."""
+        reports = {host: self._ended.get(host) for host, _ in self._team}
+        asked, num_spares = self._find_asked(), len(set(self._spares) - self._silent)
+        if self._host in asked and self._group.store_name is None:  # the store is lost with the coordinator
+            asked, num_spares = list(reports), 0
+        meets_again = "meets_again" in self._told
+        self._end(decide(reports, frozenset(asked), self._group, self._restarts, num_spares, meets_again))
+
+    def _end(self, decision: Decision) -> None:
+        self._tell("decision", decision=asdict(decision))
+        if decision.goes_on:
+            self._begin(self._attempt + 1, AttemptNews(self._team, self._spares, decision=decision))
+        else:
+            self._readers = self.hosts() - {self._host}
