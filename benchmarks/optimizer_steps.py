@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from echelon.learn.optimizer.stepper import CompiledUpdate
 from echelon.learn.optimizer.slot import Slot
-from echelon.learn.optimizer.stepper import Optimizer, ParameterGroup, choose_rule, compile_rule
+from echelon.learn.optimizer.stepper import CompiledUpdate, Optimizer, ParameterGroup, choose_rule, compile_rule
 from echelon.recipe.training import OptimConfig
 from measuring import describe_machine, measure_copy, spread, synchronize
 

@@ -13,6 +13,7 @@ import yaml
 
 from echelon.launch.records import make_job
 from echelon.launch.skypilot import SkyPilotLauncher
+from echelon.launch.source_bundle import build_wheel
 from echelon.recipe.load import parse_recipe
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import EXACT, LAUNCHER_KEYS, RECIPE, TEXT, read_lines
@@ -72,6 +73,8 @@ def test_a_stopped_task_goes_on_elsewhere_from_its_remote_checkpoint(tmp_path):
     launcher.check(job)
     (tmp_path / job.folder).mkdir(parents=True)
     job.recipe_path.write_text(yaml.safe_dump(RECIPE | sections))
+    name, content = build_wheel()
+    (tmp_path / job.folder / name).write_bytes(content)
     task = yaml.safe_load(launcher.render(job)["task.yaml"])
     with machines(2, tmp_path) as network:
         pair = network[::-1]  # the head, which gets rank 0, is not the machine with the first address

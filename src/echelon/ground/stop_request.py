@@ -25,9 +25,9 @@ LIMITS = ("budget.max_hours", "budget.max_usd")
 """The recipe keys whose limits stop a run."""
 
 STRAGGLER = "fault.on_straggler=stop"
-"""The cause of a stop because a rank is slow, which all ranks find together."""
+"""The cause of a stop because a rank is slow."""
 
-_CAUSES = (*(signum.name for signum in STOP_SIGNALS), *LIMITS)
+_CAUSES = (*(signum.name for signum in STOP_SIGNALS), *LIMITS, STRAGGLER)
 
 ECHO_SECONDS = 1.0
 """Signals within this time count as one request, as when a terminal signals every process."""
@@ -46,7 +46,7 @@ class StopRequest:
         self.name: str | None = None
         """The signal's name, such as SIGTERM; None until a request."""
         self.limit: str | None = None
-        """The one of LIMITS that is reached, which is a stop request too; None until then. A later signal still counts
+        """The one of LIMITS that is reached, or STRAGGLER, a stop request too; None until then. A later signal counts
         as the first one."""
         self.agreed: str | None = None
         """The signal or limit that all ranks have agreed to stop for; None while training goes on."""

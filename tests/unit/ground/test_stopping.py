@@ -38,7 +38,7 @@ def listener(tmp_path):
 def test_a_signal_requests_a_stop_and_a_second_one_ends_the_process(listener, number):
     process, _ = listener
     process.send_signal(number)
-    flags = [*(float(each == number) for each in STOP_SIGNALS), 0.0, 0.0]
+    flags = [*(float(each == number) for each in STOP_SIGNALS), 0.0, 0.0, 0.0]
     assert process.stdout.readline() == f"asked {number.name} {flags}\n"
     process.send_signal(signal.SIGTERM)  # within a second: the same request from another sender
     time.sleep(1.2)

@@ -20,7 +20,7 @@ from echelon.cli.commands.arguments import (
     read_recipe,
 )
 from echelon.cli.commands.terminal import report_failure, show, stdout_kept_for_result
-from echelon.ground.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
+from echelon.ground.errors import ConfigError, EchelonError, LaunchError, explain_storage_error, render_traceback
 from echelon.ground.logs import keep_console
 from echelon.ground.stop_request import BEFORE_TRAINING, STOP_SIGNALS, stops_told
 
@@ -165,13 +165,17 @@ def _train_as_agent(
     from echelon.ground.launch_environment import find_host_group
     from echelon.ground.variables import set_default_variables
     from echelon.run.lifecycle.session import train_on_hosts
+    from echelon.run.supervise.outcome import Outcome
 
     # Suppresses C++ traces of every thread after a lost coordinator, which is reported in one line.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-    outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh)
+    try:
+        outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh)
+    except LaunchError as error:
+        outcome, speaks = Outcome(error.exit_code, str(error)), True
     for signum in STOP_SIGNALS:  # a signal now would replace the job's exit code
         signal.signal(signum, signal.SIG_IGN)
-    _finish(outcome, silent=not speaks)
+    _finish(outcome, at_once=True, silent=not speaks)  # threads may wait in torch's store
 
 
 def _read_group(nodes: str | None, rendezvous: str | None, interface: str | None) -> "HostGroup | None":

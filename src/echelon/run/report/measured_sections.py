@@ -98,15 +98,16 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
     rows = [(row["step"], times) for row in record.train_rows if (times := _read_times(row.get("rank_seconds")))]
     size = -(-len(rows) // _MAX_COLUMNS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-    count = max((len(times) for _, times in rows), default=0)  # a run can be resumed with another number of ranks
-    values = [[_find_median([times for _, times in group], rank) for group in groups] for rank in range(count)]
+    # A run can be resumed with another number of ranks, and a row has only the slowest of many.
+    ranks = sorted({rank for _, times in rows for rank in times})
+    values = {rank: [_find_median([times for _, times in group], rank) for group in groups] for rank in ranks}
     if not (slowest := _find_slowest(values)):
         return
     is_gpu = read_value(record.environment, "cluster", "kind") == "cuda"
     what = "waiting for data" if is_gpu else "a rank's own part of a step"
-    few = f", the slowest {_MAX_RANKS} of {count} ranks" if count > _MAX_RANKS else ""
+    are_many = len(slowest) < len(ranks) or len(slowest) == _MAX_RANKS
     yield HeatMap(
-        f"seconds of {what}{few}",
+        f"seconds of {what}{', the slowest ranks' if are_many else ''}",
         [f"rank {rank}" for rank in slowest],
         [f"step {group[-1][0]}" for group in groups],
         [values[rank] for rank in slowest],
@@ -114,19 +115,21 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
     )
 
 
-def _find_slowest(values: Sequence[Sequence[float | None]]) -> list[int]:
+def _find_slowest(values: Mapping[int, Sequence[float | None]]) -> list[int]:
     """Return the ranks with the largest values, in order; without those of which nothing is known."""
-    measured = [[value for value in row if value is not None] for row in values]
-    ranks = [rank for rank, row in enumerate(measured) if row]
-    return sorted(sorted(ranks, key=lambda rank: -max(measured[rank]))[:_MAX_RANKS])
+    largest = {rank: max((v for v in row if v is not None), default=None) for rank, row in values.items()}
+    known = {rank: value for rank, value in largest.items() if value is not None}
+    return sorted(sorted(known, key=lambda rank: -known[rank])[:_MAX_RANKS])
 
 
-def _read_times(value: object) -> list[float | None]:
-    return [read_number({"": item}, "") for item in value] if isinstance(value, list) else []
+def _read_times(value: object) -> dict[int, float | None]:
+    """The seconds by rank, of a row; an older version wrote a list of all ranks."""
+    items = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
+    return {int(rank): read_number({"": item}, "") for rank, item in items.items() if str(rank).isdigit()}
 
 
-def _find_median(rows: Sequence[Sequence[float | None]], rank: int) -> float | None:
-    values = [value for row in rows if rank < len(row) and (value := row[rank]) is not None]
+def _find_median(rows: Sequence[Mapping[int, float | None]], rank: int) -> float | None:
+    values = [value for row in rows if (value := row.get(rank)) is not None]
     return statistics.median(values) if values else None
 
 

@@ -80,7 +80,8 @@ def judge(conditions: Mapping[str, MachineReport], fault: FaultConfig) -> dict[s
         problems[host].append(Problem(words, severity))
     for kind in {kind: None for condition in conditions.values() for kind in condition.rates}:
         rates = {host: condition.rates[kind] for host, condition in conditions.items() if kind in condition.rates}
-        for (host, rate), usual in zip(rates.items(), find_medians_of_others(list(rates.values())), strict=True):
+        medians = find_medians_of_others(list(rates.values())).tolist()
+        for (host, rate), usual in zip(rates.items(), medians, strict=True):
             if rate < _SLOW * usual:
                 words = f"it is slow ({kind}): {rate:.3g} per second, and the other machines {usual:.3g}"
                 problems[host].append(Problem(words, _slow_severity(fault)))

@@ -169,8 +169,8 @@ class Coordinator:
             self._tell("call", words=message["words"])
         elif kind == "death":
             self._tell_once("is_dead")
-        elif kind == "slow" and host != self._host and set(self._spares) - self._silent:
-            self._tell("leave", host=host)
+        elif kind == "slow":
+            self._let_leave(self._find_host(message["rank"]))
         elif kind == "ended" and any(host == member for member, _ in self._team):
             self._ended[host] = HostReport(**message["report"])
             if host == self._host or not self._group.lives_on:
@@ -189,6 +189,15 @@ class Coordinator:
             self._tell_once("is_dead")
         if self._team and self._readers is None and self._has_ended():
             self._decide()
+
+    def _find_host(self, rank: int) -> str:
+        """The machine of a rank."""
+        return [host for host, count in self._team for _ in range(count)][rank]
+
+    def _let_leave(self, host: str) -> None:
+        """Let a slow machine leave if a spare waits; not this one, whose end may be that of the job."""
+        if host != self._host and set(self._spares) - self._silent:
+            self._tell("leave", host=host)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self._publish({"kind": kind, "attempt": self._attempt, **fields})

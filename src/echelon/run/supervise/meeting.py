@@ -32,14 +32,17 @@ from echelon.run.supervise.restart import Restarts
 
 logger = logging.getLogger(__name__)
 
-LOST_SECONDS = 15.0
+LOST_SECONDS = 12.0
 """A machine without a heartbeat for this long is lost."""
 
 _BEAT_SECONDS, _CAMPAIGN_SECONDS = 2.0, 3.0
 _LOOK_SECONDS, _TICK_SECONDS = 0.2, 0.5
 _JOIN_SECONDS = 600.0
-# Timeout of one request to the store, and of a wait for the next message, which a lost connection ends earlier.
-_PATIENCE, _FOREVER = timedelta(seconds=5), timedelta(days=365)
+# How long a program may take to say that it is a store.
+_HELLO_SECONDS = 5.0
+# Timeout of one request to the store, also while a thousand agents connect to it; and of a wait for the next message,
+# which a lost connection ends earlier.
+_PATIENCE, _FOREVER = timedelta(seconds=20), timedelta(days=365)
 _INBOX, _NEWS = "inbox", "news"
 
 Found = TypeVar("Found")
@@ -429,12 +432,12 @@ def _find_store(group: HostGroup, patience_seconds: float) -> Store:
     while True:
         asked_at = time.monotonic()
         try:
-            with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
+            with socket.create_connection((group.host, group.port), _HELLO_SECONDS) as line:
                 if answers_as_store(line):
                     return TorchStore(TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
             # It may also be a coordinator that is shutting down.
             strange_since = strange_since or asked_at
-            if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
+            if time.monotonic() - strange_since >= _HELLO_SECONDS:
                 raise LaunchError(
                     f"another program listens at the rendezvous endpoint {group.endpoint}; end it, or choose another "
                     "port."

@@ -99,23 +99,22 @@ class _News:
 
     def share(self) -> None:
         """Look at the folder until the attempt is over. Forwards each stop and each death once."""
-        is_stop_known, is_death_known, is_slow_known = False, not self._shares_deaths, False
+        is_stop_known, is_death_known = False, not self._shares_deaths
         try:
             while not self.over.wait(_LOOK_SECONDS):
                 self._meeting.check()
-                is_slow_known = is_slow_known or self._share_slowness()
+                self._share_slowness()
                 is_stop_known = is_stop_known or self._share_stop()
                 is_death_known = is_death_known or self._share_death()
         except (RuntimeError, LaunchError):
             with suppress(OSError):
                 write_text(self._folder.death_path, "the coordinator is lost\n")
 
-    def _share_slowness(self) -> bool:
-        """Say once that this machine is slow; whether it was said. If a spare waits, the coordinator lets it leave."""
-        if not self._folder.slow_path.exists():
-            return False
-        self._meeting.post("slow")
-        return True
+    def _share_slowness(self) -> None:
+        """Say which rank rank 0 of this machine has found slow: if a spare waits, its machine may leave."""
+        if self._folder.slow_path.exists():
+            self._meeting.post("slow", rank=int(self._folder.slow_path.read_text(encoding="utf-8")))
+            self._folder.slow_path.unlink()
 
     def _share_stop(self) -> bool:
         meeting = self._meeting

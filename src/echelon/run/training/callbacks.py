@@ -42,7 +42,7 @@ class FinishedStep:
     """A step that all ranks have finished, as monitors see it before its row is written.
 
     `metrics`: over all ranks. `seconds`: its duration on this rank. `state`: the counters after it. `measured`: what
-    monitors add to its row in metrics.jsonl. `stop_cause`: why the run stops after it, the same on every rank.
+    monitors add to its row in metrics.jsonl. `stop_cause`: why the run stops soon, on any rank: one of `stop_request`.
     """
 
     metrics: "StepMetrics"

@@ -4,14 +4,14 @@ import logging
 import platform
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from echelon.ground.medians import find_medians_of_others
@@ -32,6 +32,8 @@ _WINDOW_STEPS = 25
 _NUM_WINDOWS = 2
 _SLOWER = 1.25
 _SHARE_OF_STEP = 0.10
+# A row of metrics.jsonl has the times of so many ranks.
+_NAMED_RANKS = 32
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
@@ -68,18 +70,17 @@ class Straggler:
         )
 
 
-def median_of_peers(own: Sequence[float], stages: Sequence[int]) -> list[float]:
-    """For each rank the median of the other numbers of its stage; without others its own."""
-    usual = list(own)
-    for stage in set(stages):
-        ranks = [rank for rank in range(len(own)) if stages[rank] == stage]
-        for rank, middle in zip(ranks, find_medians_of_others([own[rank] for rank in ranks]), strict=True):
-            usual[rank] = middle
+def median_of_peers(own: NDArray[np.float64], stages: NDArray[np.int64]) -> NDArray[np.float64]:
+    """For each rank the median of the other numbers of its stage; without others its own. Both are [ranks]."""
+    usual = own.copy()
+    for stage in np.unique(stages):
+        ranks = stages == stage
+        usual[ranks] = find_medians_of_others(own[ranks])
     return usual
 
 
 class StragglerWatch(Monitor):
-    """Compares the ranks' own times of each step. Every rank has the same numbers, and reaches the same result."""
+    """Compares the ranks' own times of each step. On rank 0 alone: all times are there."""
 
     def __init__(
         self,
@@ -93,12 +94,12 @@ class StragglerWatch(Monitor):
         `stops`: whether the run ends when a rank is found. `tell`: called with each that is found.
         """
         self._hosts = hosts
-        self._stages = stages
+        self._stages = np.asarray(stages)
         self._stops = stops
         self._tell = tell
-        self._window: deque[tuple[Sequence[float], float]] = deque(maxlen=_WINDOW_STEPS)
-        self._in_a_row = [0] * len(hosts)
-        self._medians: list[float] | None = None
+        self._window: list[tuple[Sequence[float], float]] = []
+        self._in_a_row = np.zeros(len(hosts), np.int64)
+        self._medians: NDArray[np.float64] | None = None
         """Of several ranks the own seconds, medians over the window that the last step completed, if it did."""
 
     @override
@@ -106,7 +107,7 @@ class StragglerWatch(Monitor):
         if self.saw_step(step.state.step, step.metrics.own_seconds, step.metrics.wall_seconds) and self._stops:
             step.stop_cause = STRAGGLER
         if self._medians is not None:
-            step.measured["rank_seconds"] = [float(f"{seconds:.4g}") for seconds in self._medians]
+            step.measured["rank_seconds"] = _name_slowest(self._medians)
 
     def saw_step(self, step: int, own_seconds: Sequence[float], step_seconds: float) -> list[Straggler]:
         """Count a step with the own times of all ranks; return those that are found slow after this one."""
@@ -114,36 +115,44 @@ class StragglerWatch(Monitor):
         self._medians = None
         if len(self._window) < _WINDOW_STEPS:
             return []
-        times_of_ranks = zip(*(times for times, _ in self._window), strict=True)
-        medians = [statistics.median(times) for times in times_of_ranks]
+        medians = np.median([times for times, _ in self._window], axis=0)
         whole = statistics.median(seconds for _, seconds in self._window)
         self._window.clear()
         self._medians = medians if len(medians) > 1 else None
-        stragglers = []
-        for rank, (seconds, usual) in enumerate(zip(medians, median_of_peers(medians, self._stages), strict=True)):
-            is_slow = seconds >= _SLOWER * usual and seconds - usual >= _SHARE_OF_STEP * whole
-            self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
-            if self._in_a_row[rank] == _NUM_WINDOWS:
-                stragglers.append(Straggler(step, rank, self._hosts[rank], seconds, usual, whole))
+        usual = median_of_peers(medians, self._stages)
+        is_slow = (medians >= _SLOWER * usual) & (medians - usual >= _SHARE_OF_STEP * whole)
+        self._in_a_row = np.where(is_slow, self._in_a_row + 1, 0)
+        stragglers = [
+            Straggler(step, rank, self._hosts[rank], float(medians[rank]), float(usual[rank]), whole)
+            for rank in np.flatnonzero(self._in_a_row == _NUM_WINDOWS).tolist()
+        ]
         for slow in stragglers:
             self._tell(slow)
         return stragglers
 
 
-def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path, journal: "Journal | None") -> StragglerWatch:
-    """Build the watch of this rank. `reaction`: `fault.on_straggler`. Collective: hosts are gathered.
+def _name_slowest(medians: NDArray[np.float64]) -> dict[str, float]:
+    """The seconds of the slowest ranks, by rank, and the median of all; without it where all are named."""
+    slowest = np.sort(np.argsort(-medians, kind="stable")[:_NAMED_RANKS]).tolist()
+    row = {str(rank): float(f"{medians[rank]:.4g}") for rank in slowest}
+    return row if len(medians) == len(row) else {**row, "median": float(f"{np.median(medians):.4g}")}
 
-    `slow_path`: the file by which a rank tells the agent of its machine that a spare may take the machine's place.
+
+def build_straggler_watch(meshes: Meshes, reaction: str, slow_path: Path, journal: "Journal | None") -> Monitor:
+    """Build the watch, which does nothing but on rank 0. `reaction`: `fault.on_straggler`. Collective.
+
+    `slow_path`: the file by which rank 0 tells the agent of its machine which rank's machine a spare may replace.
     """
     hosts = gather_objects(platform.node(), meshes.everyone)
+    if journal is None:
+        return Monitor()
     stages = [meshes.grid.place(rank)["pp"] for rank in range(meshes.num_devices)]
 
     def tell(slow: Straggler) -> None:
-        if reaction == "replace" and slow.rank == dist.get_rank(meshes.everyone):
-            write_text(slow_path, slow.describe())
-        if journal is not None:
-            logger.warning(slow.describe())
-            with suppress(OSError):  # the disk may be full
-                journal.event("straggler", message=slow.describe(), **asdict(slow))
+        if reaction == "replace":
+            write_text(slow_path, str(slow.rank))
+        logger.warning(slow.describe())
+        with suppress(OSError):  # the disk may be full
+            journal.event("straggler", message=slow.describe(), **asdict(slow))
 
     return StragglerWatch(hosts, stages, reaction == "stop", tell)

@@ -187,7 +187,8 @@ class Trainer:
         metrics = pending.read()
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
         finished = self.accounting.book(metrics, pending.finished, self.state)
-        self.stop.agreed = self.stop.agreed or metrics.stopped_by or finished.stop_cause
+        self.stop.agreed = self.stop.agreed or metrics.stopped_by
+        self.stop.limit = self.stop.limit or finished.stop_cause
         self.accounting.write(finished)
         if metrics.is_bad:
             self.recovery.pass_over(metrics, self.state)

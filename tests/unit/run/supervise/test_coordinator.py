@@ -229,11 +229,11 @@ def test_a_slow_machine_leaves_only_for_a_spare():
     group = Group("2+1")
     for host in "ab":
         group.come(host)
-    group.say("slow", "b")
+    group.say("slow", "a", rank=1)
     assert group.now.leaving == []
     group.come("c")
-    group.say("slow", "a")  # the coordinator's end is that of the job
-    group.say("slow", "b")
+    group.say("slow", "a", rank=0)  # the coordinator's end is that of the job
+    group.say("slow", "a", rank=1)
     assert group.now.leaving == ["b"]
 
 

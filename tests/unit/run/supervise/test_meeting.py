@@ -78,7 +78,7 @@ SILENT = []
 @pytest.mark.parametrize("behave", [SILENT.append, socket.socket.close, answer_in_http])
 def test_a_port_used_by_another_program_is_reported_in_one_message(behave, monkeypatch, capfd, caplog):
     caplog.set_level(logging.INFO, "echelon")
-    monkeypatch.setattr(meeting, "_PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.5)
     with serve(behave) as server:
         group = HostGroup(2, 2, "127.0.0.1", server.getsockname()[1])
         with pytest.raises(LaunchError, match=f"another program listens at the rendezvous endpoint {group.endpoint}; "):
@@ -167,7 +167,7 @@ def test_machines_agree_on_a_team_its_end_and_the_next_attempt(together):
     machines.meet("a", "b", "c")
     teams = machines.present("a", "b", "c")
     assert teams["a"] == teams["b"] == teams["c"] and len(teams["a"]) == 2
-    [spare] = machines.all["a"].now().spares
+    [spare] = machines.all["a"].await_news(lambda news: news.spares or None)
     assert sorted(each.host for each in machines.all.values()) == sorted([spare, *(host for host, _ in teams["a"])])
     team = [name for name, each in machines.all.items() if each.host != spare]
     machines.all[team[1]].call("here")

@@ -218,8 +218,10 @@ def rewrite(path, change):
 
 
 def test_a_heat_map_shows_the_own_time_of_each_rank(tmp_path):
+    """Older versions wrote a list of all ranks."""
     path = write_run(tmp_path / "a")
     times = {25: [0.5, 0.75, "?"], 30: [0.5, 1.5, 0.25], 35: None, 41: [0.5, 0.75]}
+    times[30] = dict(zip("012", times[30], strict=True)) | {"median": 0.5}
     rewrite(path, lambda step: {"rank_seconds": times.get(step)})
     heat = find(build_report(read_record(path)), "Throughput").blocks[-1]
     assert (heat.name, heat.rows) == ("seconds of a rank's own part of a step", ["rank 0", "rank 1", "rank 2"])
@@ -231,7 +233,7 @@ def test_the_heat_map_of_many_ranks_and_steps_is_of_the_slowest_ranks(tmp_path):
     path = write_run(tmp_path / "a", num_steps=250, environment={"cluster": {"kind": "cuda"}})
     rewrite(path, lambda step: {"rank_seconds": [step + rank / 100 for rank in range(40)]})
     heat = find(build_report(read_record(path)), "Throughput").blocks[-1]
-    assert heat.name == "seconds of waiting for data, the slowest 32 of 40 ranks"
+    assert heat.name == "seconds of waiting for data, the slowest ranks"
     assert heat.rows == [f"rank {rank}" for rank in range(8, 40)]
     assert heat.columns == [f"step {step}" for step in [*range(3, 250, 3), 250]]
     assert heat.values[0][:2] == [2.08, 5.08] and heat.values[-1][-1] == 250.39  # medians of three steps
