@@ -68,13 +68,16 @@ if TYPE_CHECKING:
 
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe.document import Recipe
-    from echelon.run.training.heartbeat import Heartbeat, WaitingPeers
+    from echelon.run.supervise.waiting_peers import WaitingPeers
+    from echelon.run.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
 _FOLDER_SECONDS = 0.4
 _LOOKS_IN_VAIN = 2
+# So many ranks of several machines may look at each other's files.
+_MOST_SHARING = 64
 # Between a peer's death and this rank's exit: time for this rank to write its own error, if it has one.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -204,17 +207,33 @@ def build_heartbeat(recipe: "Recipe", folder: RunFolder, runtime: Runtime) -> "H
     """The watchdog that ends this rank when training hangs."""
     # Imported before a hang, because the disk may be what hangs.
     from echelon.run.training.flight_record import write_record
-    from echelon.run.training.heartbeat import Heartbeat, WaitingPeers
+    from echelon.run.training.heartbeat import Heartbeat
 
-    peers = None
-    if shares_files():
-        peers = WaitingPeers(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
+    peers = build_waiting_peers(folder, runtime)
 
     def leave_late(what: str, seconds: float) -> NoReturn:
         leave_hanging(folder, runtime, f"{what} did not end within {seconds:g} s", write_record, peers)
 
     limit = recipe.fault.hang_seconds if find_terminal_rank() is None else None
     return Heartbeat(limit, leave_late, peers)
+
+
+def build_waiting_peers(folder: RunFolder, runtime: Runtime) -> "WaitingPeers | None":
+    """The ranks of which this one knows in a long wait; None if it knows of none.
+
+    The agents of several machines tell of each other's ranks. Without them ranks look at each other's files in the run
+    folder, but not in large jobs: a shared file system would not bear it.
+    """
+    from echelon.run.supervise.waiting_peers import WaitingPeers
+
+    rank, size = runtime.rank, runtime.world_size
+    if find_host_dir() is not None and find_member() is None:
+        first = rank - runtime.local_rank
+        here = range(first, first + runtime.local_world_size)
+        return WaitingPeers(folder.outcomes_dir, rank, here, has_distant=len(here) < size)
+    if not shares_files() or size > max(_MOST_SHARING, runtime.local_world_size):
+        return None
+    return WaitingPeers(RunFolder(folder.path).outcomes_dir, rank, range(size))
 
 
 def leave_without_folder(folder: RunFolder, rank: int) -> None:

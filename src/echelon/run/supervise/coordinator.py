@@ -18,6 +18,7 @@ from echelon.run.supervise.admission import MachineReport, Problem, Severity, ju
 from echelon.run.supervise.decision import Decision, HostReport, decide
 from echelon.run.supervise.outcome import FAILED, REFUSED
 from echelon.run.supervise.restart import Restarts
+from echelon.run.supervise.waiting_peers import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ Message = Mapping[str, Any]
 _LAST_CALL_SECONDS, _HEALTHY_SECONDS = 5.0, 30.0
 # A stop of the whole job reaches its machines at slightly different times.
 _ASKING_SECONDS = 1.5
+# How long the ranks of all machines may take to notice a hang.
+_NOTICE_SECONDS = 5.0
 # Between two log lines about machines that have not come yet.
 _WAITING_SECONDS = 20.0
 
@@ -46,6 +49,7 @@ class AttemptNews:
         meets_again: whether all save, stop and meet again, because a machine joins.
         is_closed: whether it has ended on a machine, so that nobody else begins.
         leaving: slow machines that a spare replaces.
+        waiting: what the ranks of all machines say in a long wait.
         decision: what all do next.
     """
 
@@ -57,6 +61,7 @@ class AttemptNews:
     meets_again: bool = False
     is_closed: bool = False
     leaving: list[str] = field(default_factory=list)
+    waiting: Waiting | None = None
     decision: Decision | None = None
 
     def take(self, message: Message) -> None:
@@ -69,6 +74,8 @@ class AttemptNews:
             self.call = message["words"]
         elif message["kind"] == "leave":
             self.leaving.append(message["host"])
+        elif message["kind"] == "waiting":
+            self.waiting = Waiting.parse(message["waiting"])
         elif message["kind"] == "decision":
             self.decision = Decision.parse(message["decision"])
         elif message["kind"] in ("is_dead", "meets_again", "is_closed"):
@@ -120,6 +127,9 @@ class Coordinator:
         self._left_out = set[str]()
         self._ended: dict[str, HostReport] = {}
         self._told = set[str]()
+        self._waits_of: dict[str, Waiting] = {}
+        self._told_waiting = Waiting()
+        self._hanging_since: float | None = None
         self._enough_since: float | None = None
         self._complete_at: float | None = None
         self._next_line_at = time.monotonic() + _WAITING_SECONDS
@@ -169,6 +179,8 @@ class Coordinator:
             self._tell("call", words=message["words"])
         elif kind == "death":
             self._tell_once("is_dead")
+        elif kind == "waiting":
+            self._waits_of[host] = Waiting.parse(message["waiting"])
         elif kind == "slow":
             self._let_leave(self._find_host(message["rank"]))
         elif kind == "ended" and any(host == member for member, _ in self._team):
@@ -185,6 +197,7 @@ class Coordinator:
         if self._waiting and (self._host in self._reports):  # this machine trains, if it can, whoever comes first
             self._admit()
         self._tell_missing()
+        self._tell_waiting()
         if not self._group.lives_on and any(host in silent for host, _ in self._team):
             self._tell_once("is_dead")
         if self._team and self._readers is None and self._has_ended():
@@ -212,6 +225,24 @@ class Coordinator:
             self._next_line_at += _WAITING_SECONDS
             needed = self._group.min_nodes
             logger.info(f"waiting for machines: {len(self._reports)} of {needed} have joined")
+
+    def _tell_waiting(self) -> None:
+        """Tell what the ranks of all machines say, if it has changed; who has not noticed a hang, after a moment."""
+        said = list(self._waits_of.values())
+        rests = [each.resting for each in said if each.resting is not None]
+        late = next((each.late for each in said if each.late is not None), None)
+        noticed = {rank for each in said for rank in each.hanging}
+        missing = None
+        if noticed:
+            now = time.monotonic()
+            self._hanging_since = now if self._hanging_since is None else self._hanging_since
+            left = sorted(set(range(sum(count for _, count in self._team))) - noticed)
+            if not left or now - self._hanging_since > _NOTICE_SECONDS:
+                missing = tuple(left)
+        waiting = Waiting(min(rests, default=None), late, missing=missing)
+        if waiting != self._told_waiting:
+            self._told_waiting = waiting
+            self._tell("waiting", waiting=asdict(waiting))
 
     def _tell_lost_spares(self) -> None:
         lost = set(self._spares) & self._silent

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from echelon.ground.errors import LaunchError
@@ -14,13 +15,14 @@ from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_fi
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.meeting import Meeting
+from echelon.run.supervise.waiting_peers import Waiting, WaitingRanks
 
 logger = logging.getLogger(__name__)
 
 ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 """These end the job at once; STOP_SIGNALS let it save first."""
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _WAITS_SECONDS = 0.2, 1.0
 
 
 class AgentStopped(BaseException):
@@ -96,6 +98,9 @@ class _News:
         self._meeting = meeting
         self._folder = folder
         self._shares_deaths = shares_deaths
+        self._ranks = WaitingRanks(folder.outcomes_dir)
+        self._told, self._shown = Waiting(), Waiting()
+        self._looked_at = 0.0
 
     def share(self) -> None:
         """Look at the folder until the attempt is over. Forwards each stop and each death once."""
@@ -104,11 +109,25 @@ class _News:
             while not self.over.wait(_LOOK_SECONDS):
                 self._meeting.check()
                 self._share_slowness()
+                self._share_waits()
                 is_stop_known = is_stop_known or self._share_stop()
                 is_death_known = is_death_known or self._share_death()
         except (RuntimeError, LaunchError):
             with suppress(OSError):
                 write_text(self._folder.death_path, "the coordinator is lost\n")
+
+    def _share_waits(self) -> None:
+        """Tell the others if ranks of this machine rest, or have found a hang; and these what others say."""
+        if not self._shares_deaths or time.monotonic() - self._looked_at < _WAITS_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        with suppress(OSError):  # the disk may be what hangs
+            if (waiting := self._ranks.read()) != self._told:
+                self._told = waiting
+                self._meeting.post("waiting", waiting=asdict(waiting))
+            if (said := self._meeting.now().waiting) is not None and said != self._shown:
+                self._shown = said
+                self._ranks.show_all(said)
 
     def _share_slowness(self) -> None:
         """Say which rank rank 0 of this machine has found slow: if a spare waits, its machine may leave."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from echelon.learn.model.compilation import compilations_told
+from echelon.run.supervise import waiting_peers
+from echelon.run.supervise.waiting_peers import WaitingPeers
 from echelon.run.training import heartbeat
-from echelon.run.training.heartbeat import Heartbeat, WaitingPeers
+from echelon.run.training.heartbeat import Heartbeat
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def pass_seconds(heartbeat, seconds):
 def test_the_derived_limit(tmp_path, caplog) -> None:
     """600 s for ten steps, then 20 times the longest step, and at least 120 s; a rest is no part of a step."""
     caplog.set_level(logging.INFO)
-    heartbeat = Heartbeat("auto", peers=WaitingPeers(tmp_path, 0, 1))
+    heartbeat = Heartbeat("auto", peers=WaitingPeers(tmp_path, 0, range(1)))
     heartbeat.beat("step 1")
     for number in range(2, 11):
         assert pass_seconds(heartbeat, 3) == (3, None)
@@ -92,7 +94,7 @@ def test_the_derived_limit_without_shared_files_stays_at_its_first_value() -> No
 
 def test_a_rank_waits_for_a_peer_that_rests(tmp_path, monkeypatch) -> None:
     """A quarter of the limit passes before a rank looks; then no time counts until its peer goes on."""
-    waiting, saving = (Heartbeat(8, peers=WaitingPeers(tmp_path, rank, 2)) for rank in (0, 1))
+    waiting, saving = (Heartbeat(8, peers=WaitingPeers(tmp_path, rank, range(2))) for rank in (0, 1))
     with saving.resting():
         assert saving.find_late() is None
         assert pass_seconds(waiting, 100) == (100, None)
@@ -102,7 +104,7 @@ def test_a_rank_waits_for_a_peer_that_rests(tmp_path, monkeypatch) -> None:
 
 def test_a_rank_that_others_wait_for_in_a_save_is_not_excused_by_them(tmp_path) -> None:
     """A rank that has passed through the save waits for a peer still in it; one that never began it is late."""
-    saving, late = (Heartbeat(8, peers=WaitingPeers(tmp_path, rank, 2)) for rank in (0, 1))
+    saving, late = (Heartbeat(8, peers=WaitingPeers(tmp_path, rank, range(2))) for rank in (0, 1))
     for expected in ((100, None), (8.5, 8)):
         with saving.resting_together():
             assert saving.find_late() is None
@@ -114,14 +116,14 @@ def test_a_rank_that_others_wait_for_in_a_save_is_not_excused_by_them(tmp_path) 
 
 
 def test_a_peer_that_is_suspended_at_rest_is_not_waited_for(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "_STALE_SECONDS", 0.0)
-    WaitingPeers(tmp_path, 1, 2).show_rest(0)
-    assert pass_seconds(Heartbeat(8, peers=WaitingPeers(tmp_path, 0, 2)), 100) == (8.5, 8)
+    monkeypatch.setattr(waiting_peers, "_STALE_SECONDS", 0.0)
+    WaitingPeers(tmp_path, 1, range(2)).show_rest(0)
+    assert pass_seconds(Heartbeat(8, peers=WaitingPeers(tmp_path, 0, range(2))), 100) == (8.5, 8)
 
 
 def test_a_rank_that_still_rests_renews_its_file(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "_RENEWAL_SECONDS", 0.0)
-    resting = WaitingPeers(tmp_path, 1, 2)
+    monkeypatch.setattr(waiting_peers, "_RENEWAL_SECONDS", 0.0)
+    resting = WaitingPeers(tmp_path, 1, range(2))
     resting.show_rest(0)
     os.utime(tmp_path / "resting-1", (1, 1))
     resting.show_rest(0)
@@ -130,19 +132,21 @@ def test_a_rank_that_still_rests_renews_its_file(tmp_path, monkeypatch) -> None:
 
 def test_ranks_with_different_limits_find_a_hang_together(tmp_path) -> None:
     """The second of them takes over the limit of the first, as soon as it has waited for a while itself."""
-    first, second = (Heartbeat(limit, peers=WaitingPeers(tmp_path, rank, 2)) for rank, limit in ((0, 8), (1, 400)))
+    first, second = (
+        Heartbeat(limit, peers=WaitingPeers(tmp_path, rank, range(2))) for rank, limit in ((0, 8), (1, 400))
+    )
     assert pass_seconds(first, 100) == (8.5, 8)
     assert pass_seconds(second, 100) == (31, 8)
-    WaitingPeers(tmp_path, 0, 2).begin()  # a new process of rank 0 knows nothing of the old hang
-    assert pass_seconds(Heartbeat(400, peers=WaitingPeers(tmp_path, 1, 2)), 100) == (100, None)
+    WaitingPeers(tmp_path, 0, range(2)).begin()  # a new process of rank 0 knows nothing of the old hang
+    assert pass_seconds(Heartbeat(400, peers=WaitingPeers(tmp_path, 1, range(2))), 100) == (100, None)
 
 
 def test_unresponsive_ranks_are_found(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(waiting_peers, "_ANSWER_SECONDS", 0.3)
     found = {}
     ranks = [
         threading.Thread(
-            target=lambda rank=rank: found.update({rank: WaitingPeers(tmp_path, rank, 4).find_unresponsive()})
+            target=lambda rank=rank: found.update({rank: WaitingPeers(tmp_path, rank, range(4)).find_unresponsive()})
         )
         for rank in (0, 2)
     ]
