@@ -97,12 +97,13 @@ def test_restarts_and_resumes_append_each_line_once_and_in_order(echelon, tmp_pa
 
 @pytest.mark.slow
 def test_a_broken_pipe_loses_no_line_of_the_kept_console(echelon, tmp_path):
-    process = start("train", "recipe.json", "--nproc", "1")
+    process = start("train", "recipe.json", "--nproc", "1", "train.log_every=2")
     process.stdout.close()
     process.stderr.close()
     assert process.wait(timeout=PATIENCE) == 0
     kept = kept_console(tmp_path)
-    assert [line.split()[1] for line in kept if line.startswith("step ")] == [f"{step}/6" for step in range(1, 7)]
+    steps = [word for line in kept if line.startswith("step ") and (word := line.split()[1]).endswith("/6")]
+    assert steps == ["1/6", "2/6", "4/6", "6/6"]
     assert kept[-1].startswith("next: echelon export")
 
 

@@ -9,9 +9,7 @@ import time
 
 import pytest
 
-from echelon.ground.hosts import parse_group
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.etcd_store import EtcdStore
 from tests.dist.command import await_line, read_lines, write_recipe
 from tests.dist.test_elastic import await_count
 from tests.namespaces import machines, namespaces_allowed
@@ -40,12 +38,14 @@ def write_saving_recipe(folder, steps):
     return RunFolder(folder / "runs" / "tiny")
 
 
-def find_coordinator(place):
-    """The machine that coordinates the job whose agents meet there."""
-    group = parse_group("2", place)
-    role = EtcdStore(group).find_coordinator()
-    assert role is not None
-    return role
+def find_coordinator(machine, place):
+    """The machine that coordinates the job whose agents meet there, as another one sees it."""
+    look = (
+        "import sys; from echelon.ground.hosts import parse_group as parse; "
+        "from echelon.run.supervise.etcd_store import EtcdStore; "
+        "print(EtcdStore(parse('2', sys.argv[1])).find_coordinator())"
+    )
+    return machine.start([sys.executable, "-c", look, place], **PIPES).communicate(timeout=60)[0].strip()
 
 
 def start_agent(machine, nodes, *more, rendezvous="node-1:29400", **popen):
@@ -198,7 +198,7 @@ def test_a_spare_replaces_the_first_machine_where_the_store_is_outside(tmp_path,
         place = etcd(network[3])
         agents = [start_agent(machine, "2+1", rendezvous=place) for machine in network[:3]]
         await_line(run.metrics_path, '"step": 60,', agents[0], 240)
-        role = find_coordinator(place)
+        role = find_coordinator(network[3], place)
         lost = next(index for index, machine in enumerate(network) if f"{machine.name} (" in role)
         network[lost].cut()
         network[lost].kill()
@@ -271,9 +271,7 @@ def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole
         network[1].cut()
         codes, outputs = finish(*agents, seconds=120)
         assert codes == [1, 1], outputs
-        assert "(fault.hang_seconds)" in outputs[0] and "1 of 2 machines stopped responding: node-2" in outputs[0], (
-            outputs[0]
-        )
+        assert "1 of 2 machines stopped responding: node-2" in outputs[0], outputs[0]
         assert "the coordinator at node-1:29400 is gone or unreachable" in outputs[1]
         network[1].heal()
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network))

@@ -156,6 +156,9 @@ class EtcdStore:
 
 
 def _connect(group: HostGroup) -> "Etcd3Client":
+    import requests
     from etcd3gw.client import Etcd3Client
 
-    return Etcd3Client(host=group.host, port=group.port, timeout=_REQUEST_SECONDS)
+    session = requests.Session()
+    session.trust_env = False  # no proxy knows the machines of a job
+    return Etcd3Client(host=group.host, port=group.port, timeout=_REQUEST_SECONDS, session=session)
