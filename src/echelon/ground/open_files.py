@@ -7,6 +7,12 @@ from contextlib import suppress
 SOCKETS_PER_RANK = 3
 """The connections of a rank with each other one, in gloo's groups; 2 beside NCCL."""
 
+MOST_CONNECTED = 240
+"""In a job of more ranks gloo connects two of them when they first talk, and most never do."""
+
+# In such a job, of rank 0 with each other one: in the store of the ranks, and to gather what is saved.
+_SOCKETS_OF_FIRST = 2
+
 # Beyond this nothing here needs more, and programs that close all files that there may be would take minutes.
 _MOST = 2**20
 # Of the interpreter, torch, data files and logs.
@@ -31,7 +37,8 @@ def read_limits() -> tuple[int, int]:
 
 def count_ranks(limit: int) -> int:
     """How many ranks a job can have where a process may have so many files open."""
-    return max(1, (limit - _OTHERS) // SOCKETS_PER_RANK)
+    connected = max(1, (limit - _OTHERS) // SOCKETS_PER_RANK)
+    return connected if connected < MOST_CONNECTED else (limit - _OTHERS) // _SOCKETS_OF_FIRST
 
 
 def explain_open_files(error: BaseException) -> str | None:
@@ -41,7 +48,7 @@ def explain_open_files(error: BaseException) -> str | None:
         return None
     limit = read_limits()[0]
     return (
-        f"too many open files: a process here may have {limit} (ulimit -n), and a rank needs about {SOCKETS_PER_RANK} "
-        f"for each other one; raise the hard limit: nofile in /etc/security/limits.conf, LimitNOFILE of the service "
-        "that starts jobs, or docker run --ulimit nofile=65536:65536"
+        f"too many open files: a process here may have {limit} (ulimit -n), enough for about {count_ranks(limit)} "
+        "ranks; raise the hard limit: nofile in /etc/security/limits.conf, LimitNOFILE of the service that starts "
+        "jobs, or docker run --ulimit nofile=65536:65536"
     )
