@@ -21,17 +21,16 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from echelon.ground.hosts import HostGroup
 from echelon.planner.hardware.health import Health
-from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise import agent as agents
 from echelon.run.supervise.meeting import Meeting, TorchStore
-from echelon.run.supervise.restart import Restarts
 from echelon.run.supervise.workers import Workers
 from measuring import describe_machine
 
@@ -113,6 +112,7 @@ def run_agents(line, group, numbers, scratch, shared):
 
     StubRanks.notify = staticmethod(tell)
     agents.LocalRanks = StubRanks
+    agents.stops_forwarded = lambda *arguments: nullcontext([])  # signals are for main threads
     agents.examine_health = lambda count, folder: Health((), (), {})
     real_present = Meeting.present
 
@@ -127,11 +127,9 @@ def run_agents(line, group, numbers, scratch, shared):
         folder = RunFolder(shared, scratch / str(number) / "outcomes")
         object.__setattr__(folder, "number", number)
         folder.outcomes_dir.mkdir(parents=True)
-        own = agents.Agent(replace(group, coordinates=number == 0, name=f"node-{number}"))
-        job = Workers(("true",), 1, folder, max_restarts=3)
-        met = Meeting(own._group, f"node-{number}", Restarts(3), FaultConfig(), ADDRESS)
+        agent = agents.Agent(replace(group, coordinates=number == 0, name=f"node-{number}"))
         try:
-            own._run(job, met, [])
+            agent.submit(Workers(("true",), 1, folder, max_restarts=3))
         except BaseException as error:
             with said:
                 line.send(("error", number, repr(error)))

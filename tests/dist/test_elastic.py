@@ -7,11 +7,10 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from tests.dist.command import CommandLine, assert_no_orphan, await_line, finish, read_lines, write_recipe
 from tests.parity.training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -116,38 +115,6 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
     assert max(differences[:grown_at]) == 0
     assert 0 < max(differences) <= LOSS
-
-
-def test_losing_the_agent_with_the_store_ends_all_and_the_same_command_resumes(echelon, tmp_path, port):
-    write_recipe(tmp_path, train={"steps": 400, "log_every": 100}, checkpoint={"every": 20})
-    run = RunFolder(tmp_path / "runs" / "tiny")
-    host = start_agent(tmp_path, "host", port, hosts=True)
-    deadline = time.monotonic() + 60
-    while not listens(port):
-        assert time.monotonic() < deadline and host.poll() is None
-        time.sleep(0.1)
-    guest = start_agent(tmp_path, "guest", port, hosts=False)
-    try:
-        await_line(run.metrics_path, '"step": 60,', guest, 120)
-        started = time.monotonic()
-        host.kill()
-        ending = finish(guest, 60)
-        assert ending.code == 1 and time.monotonic() - started < 30
-        assert "The connection to the C10d store has failed" in ending.err
-    finally:
-        for process in (host, guest):
-            process.kill()
-            process.communicate()
-    ending = finish(start("train", "recipe.json", "--nproc", "2"), 120)
-    assert ending.code == 0 and "Resuming from step-" in ending.out, ending
-    assert [row["step"] for row in rows(run)] == list(range(1, 401))
-
-
-def listens(port):
-    """Whether a process listens on the port, without a connection, which the store would treat as a client."""
-    return any(
-        each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp") if each.status == "LISTEN"
-    )
 
 
 def await_count(run, name, count, process, seconds=150):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.run.supervise.hang_verdict import explain_hang, read_records
+from echelon.run.supervise.hangs import explain_hang, read_records
 from tests.flight_analyser import ADDITION, analyse
 
 PROGRAM = (

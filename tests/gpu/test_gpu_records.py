@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.learn.distributed.stamp import Stamp
-from echelon.run.supervise.hang_verdict import read_records
+from echelon.run.supervise.hangs import read_records
 from echelon.run.training.flight_record import write_record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]

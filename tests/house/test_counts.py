@@ -92,7 +92,7 @@ def count_test_lines() -> int:
 
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: count_files(ECHELON), 500, 0),
+    "files": (lambda: count_files(ECHELON), 499, 0),
     "lines": (lambda: count_lines(ECHELON), 95_935, 250),
     "raises with a text": (lambda: count_raises(ECHELON), 1_343, 5),
     "vague names of variables": (lambda: count_vague_names(ECHELON), 120, 0),

@@ -20,7 +20,7 @@ ENVIRONMENT_READERS = {"ground.variables", "ground.launch_environment", "launch.
 # Which read files that no stranger made: of the system, of echelon's own package, of live ranks, of this machine's
 # tools; and checkpoints, whose files are compared with their manifest first.
 UNLIMITED_READERS = {
-    "learn.model.config", "run.training.heartbeat", "run.training.straggler", "run.report.page",
+    "learn.model.config", "run.training.straggler", "run.report.page",
     "run.report.picture", "tools.drill.trial",
     "ground.stop_request", "learn.data.limits", "ground.cores", "run.journal.network",
     "learn.checkpoint.carrier",

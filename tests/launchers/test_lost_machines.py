@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -102,19 +101,6 @@ def test_two_machines_equal_one_process(tmp_path, whole):
     assert_same(rows(RunFolder(tmp_path / "runs" / "tiny")), whole(40))
 
 
-def test_a_signal_to_one_machine_saves_on_both(tmp_path):
-    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 500})
-    run = RunFolder(tmp_path / "runs" / "tiny")
-    with machines(2, tmp_path) as network:
-        agents = [start_agent(machine, "2") for machine in network]
-        await_line(run.metrics_path, '"step": 20,', agents[1], 120)
-        agents[1].send_signal(signal.SIGTERM)
-        codes, outputs = finish(*agents)
-    assert codes == [3, 3], outputs
-    assert "the same command resumes from it" in outputs[0] and "echelon:" not in outputs[1]
-    assert run.newest_step() == run.rows.last_step()
-
-
 def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
     """The lost host is disconnected first, so that its connections are not closed."""
     steps = 1500
@@ -192,13 +178,14 @@ def etcd(tmp_path):
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed; run make launchers")
 def test_a_spare_replaces_the_first_machine_where_the_store_is_outside(tmp_path, whole, etcd):
     """It is disconnected before it dies, so that nothing tells the others of its end."""
-    steps = 1500
+    steps = 3000
     run = write_saving_recipe(tmp_path, steps)
     with machines(4, tmp_path) as network:
         place = etcd(network[3])
         agents = [start_agent(machine, "2+1", rendezvous=place) for machine in network[:3]]
-        await_line(run.metrics_path, '"step": 60,', agents[0], 240)
+        await_line(run.metrics_path, '"step": 1,', agents[0], 240)
         role = find_coordinator(network[3], place)
+        await_line(run.metrics_path, '"step": 60,', agents[0], 240)
         lost = next(index for index, machine in enumerate(network) if f"{machine.name} (" in role)
         network[lost].cut()
         network[lost].kill()
@@ -277,33 +264,4 @@ def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network))
     assert codes == [0, 0], outputs
     assert "Resuming from step-" in outputs[0] + outputs[1]
-    assert_same(rows(run), whole(600))
-
-
-def test_plain_torchrun_survives_the_loss_of_a_host(tmp_path, whole):
-    """The torchrun command of docs/elastic.md, with the store on the remaining machine."""
-    write_recipe(
-        tmp_path,
-        train={"steps": 600, "log_every": 500},
-        optim=GENTLE,
-        checkpoint={"every": 50},
-        fault={"hang_seconds": 10},
-    )
-    run = RunFolder(tmp_path / "runs" / "tiny")
-    line = (
-        "--nnodes 1:2 --nproc-per-node 1 --max-restarts 10 --rdzv-backend c10d --rdzv-id my-run "
-        "--rdzv-endpoint node-1:29400 --rdzv-conf last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5 "
-        "-m echelon train recipe.json"
-    )
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *line.split()]
-    with machines(2, tmp_path) as (first, second):
-        lasting, lost = (machine.start(command, env=environment, **PIPES) for machine in (first, second))
-        await_line(run.metrics_path, '"step": 60,', lasting, 180)
-        second.cut()
-        second.kill()
-        codes, outputs = finish(lasting, seconds=240)
-        finish(lost)
-    assert codes == [0], outputs
-    assert [outputs[0].count(f"plan: ddp on {count} process") for count in (1, 2)] == [1, 1], outputs[0]
     assert_same(rows(run), whole(600))

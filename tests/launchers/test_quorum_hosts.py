@@ -84,13 +84,6 @@ class Job:
         event = self.events(LOST)[-1]
         self.losses[fault] = [Loss(event["time"] - began, None, max(0, step - event["step"]))]
 
-    def until_resumed(self, fault):
-        """Wait until the others have started again without the first machine; remember how long after now that was."""
-        began, step = time.time(), self.last_step()
-        self.until(lambda: self.events("resume"), "node-2")
-        event = self.events("resume")[-1]
-        self.losses[fault] = [Loss(event["time"] - began, None, max(0, step - event["step"]))]
-
     def keep_losses(self, outcome="went on"):
         """Write down what the losses have cost."""
         for fault, losses in self.losses.items():

@@ -4,12 +4,13 @@ import errno
 import resource
 from contextlib import suppress
 
+from echelon.ground.variables import set_default_variables
+
 SOCKETS_PER_RANK = 3
 """The connections of a rank with each other one, in gloo's groups; 2 beside NCCL."""
 
-MOST_CONNECTED = 240
-"""In a job of more ranks gloo connects two of them when they first talk, and most never do."""
-
+# In a job of more ranks gloo connects two of them when they first talk, not when a group is formed: most never do.
+_MOST_CONNECTED, _LAZY = 240, {"TORCH_GLOO_LAZY_INIT": "1"}
 # In such a job, of rank 0 with each other one: in the store of the ranks, and to gather what is saved.
 _SOCKETS_OF_FIRST = 2
 
@@ -20,8 +21,13 @@ _OTHERS = 300
 _TEXT = "Too many open files"
 
 
-def allow_open_files() -> None:
-    """Raise the soft limit of this process, and of those that it starts, as far as the hard one allows."""
+def allow_open_files(num_ranks: int = 1) -> None:
+    """Raise the soft limit of this process, and of those that it starts, as far as the hard one allows.
+
+    `num_ranks`: of the job, if this is a rank; before it joins the others.
+    """
+    if num_ranks > _MOST_CONNECTED:
+        set_default_variables(_LAZY)
     soft, hard = read_limits()
     if soft < hard:
         with suppress(OSError, ValueError):
@@ -38,7 +44,7 @@ def read_limits() -> tuple[int, int]:
 def count_ranks(limit: int) -> int:
     """How many ranks a job can have where a process may have so many files open."""
     connected = max(1, (limit - _OTHERS) // SOCKETS_PER_RANK)
-    return connected if connected < MOST_CONNECTED else (limit - _OTHERS) // _SOCKETS_OF_FIRST
+    return connected if connected < _MOST_CONNECTED else (limit - _OTHERS) // _SOCKETS_OF_FIRST
 
 
 def explain_open_files(error: BaseException) -> str | None:

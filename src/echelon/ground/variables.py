@@ -14,9 +14,6 @@ from echelon.ground.redaction import find_secrets
 # cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-LAZY_CONNECTIONS = {"TORCH_GLOO_LAZY_INIT": "1"}
-"""For gloo: two processes of a group are connected when they first talk, not when it is formed."""
-
 NCCL_LIMITS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

@@ -13,7 +13,7 @@ from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
 from echelon.planner.hardware.instances import INSTANCES, Instance, efa_environment
-from echelon.run.supervise.restart import AWAITS_VARIABLE
+from echelon.run.supervise.decision import AWAITS_VARIABLE
 
 RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.cores import num_cores
 from echelon.ground.errors import LaunchError
-from echelon.ground.open_files import MOST_CONNECTED
-from echelon.ground.variables import (
-    CUBLAS_WORKSPACES,
-    LAZY_CONNECTIONS,
-    Place,
-    find_torchrun_place,
-    is_thread_count_set,
-    set_default_variables,
-    set_variables,
-)
+from echelon.ground.variables import CUBLAS_WORKSPACES, Place, find_torchrun_place, is_thread_count_set, set_variables
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +100,6 @@ def form_group(
     if device.type == "cpu" and not is_thread_count_set():
         torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     backend = "gloo" if device.type == "cpu" else "nccl"
-    if place.world_size > MOST_CONNECTED:
-        set_default_variables(LAZY_CONNECTIONS)
     try:
         dist.init_process_group(
             backend,

@@ -36,8 +36,7 @@ from echelon.run.lifecycle.replica import Wait
 from echelon.run.lifecycle.view_group import CONNECT_SECONDS, LossWatch, ViewStore, join_board
 from echelon.run.supervise.board import MembershipStore, View, await_true
 from echelon.run.supervise.hands import SILENT_SECONDS
-from echelon.run.supervise.outcome import is_secondary
-from echelon.run.supervise.restart import SAME_FAILURES
+from echelon.run.supervise.outcome import SAME_FAILURES, is_secondary
 from echelon.run.training.callbacks import build_callbacks
 from echelon.run.training.heartbeat import Heartbeat
 

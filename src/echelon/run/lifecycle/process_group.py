@@ -114,7 +114,7 @@ def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | N
     Collective: every rank calls it. `timeout_seconds` is the timeout of collectives; `store` is the result of
     `open_store()`, called here if absent.
     """
-    allow_open_files()
+    allow_open_files(find_place().world_size)
     if find_terminal_rank() is not None:
         timeout_seconds = _ATTENDED_SECONDS
         _raise_default_timeouts(timeout_seconds)

@@ -19,7 +19,7 @@ from echelon.run.journal.journal import Journal
 from echelon.run.journal.network import describe_network
 from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.run_records import describe_end, finish
-from echelon.run.supervise.restart import LEAVING_VARIABLE
+from echelon.run.supervise.outcome import LEAVING_VARIABLE
 from echelon.run.training.callbacks import Callback
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.state import TrainState

@@ -57,6 +57,7 @@ from echelon.run.supervise.agent import Agent, worker_argv
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
+    LEAVING_VARIABLE,
     REFUSED,
     STOPPED,
     Outcome,
@@ -65,7 +66,6 @@ from echelon.run.supervise.outcome import (
     report,
     write_outcome,
 )
-from echelon.run.supervise.restart import LEAVING_VARIABLE
 from echelon.run.supervise.warm_start import WarmStart, workers_warmed
 from echelon.run.supervise.workers import Workers, memory_held
 
@@ -176,8 +176,7 @@ def train_on_hosts(
     asked = None if group.is_alone else name_living_on(recipe)
     if not group.num_spares or asked is not None:
         _refuse_replacing(recipe)
-    if group.store_name is not None:
-        _check_store(asked, fresh)
+    _check_store(group, asked, fresh)
     if asked is not None:
         check_hosts(recipe, group, asked[0])
         group = replace(group, lives_on=True)
@@ -209,17 +208,13 @@ def train_on_hosts(
     return outcome, agent.is_coordinator or agent.has_lost_others or not group.shares_files
 
 
-def _check_store(lives_on: tuple[str, str] | None, fresh: bool) -> None:
+def _check_store(group: HostGroup, lives_on: tuple[str, str] | None, fresh: bool) -> None:
     """Raise ConfigError for what does not work with a store outside of the job, where any machine may coordinate."""
-    if lives_on is not None:
+    key = lives_on[0] if lives_on is not None else "--fresh" if fresh else None
+    if group.store_name is not None and key is not None:
         raise ConfigError(
-            f"--rendezvous etcd://...: {lives_on[0]} keeps all processes from one machine; use --rendezvous HOST:PORT "
-            "with that machine."
-        )
-    if fresh:
-        raise ConfigError(
-            "--fresh does not work with --rendezvous etcd://...: several machines would move the old run aside; choose "
-            "another run.name, or move the run's folder."
+            f"{key} needs one machine that is known before the start, and with --rendezvous etcd://... there is none; "
+            "use --rendezvous HOST:PORT with one of the machines."
         )
 
 

@@ -65,8 +65,8 @@ class TerminalRank:
         try:
             for rank in range(count):
                 if rank != self._rank:
-                    place = rank_environment(rank, count, rank, count)
-                    self._others.start(self._job.argv, rank, {**environment, **place})
+                    variables = rank_environment(rank, count, rank, count)
+                    self._others.start(self._job.argv, rank, {**environment, **variables})
             watch = threading.Thread(target=self._others.wait, name="other-ranks", daemon=True)
             watch.start()
             job_variables = {name: value for name, value in self._job.env.items() if name != AGENT_PID_VARIABLE}

@@ -48,7 +48,7 @@ from echelon.planner.hardware.gpu_check import check_gpus, find_needed
 from echelon.planner.hardware.heap import keep_freed_memory
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.lifecycle.process_group import start_runtime, watch_starter
-from echelon.run.supervise.hang_verdict import explain_hang, read_records
+from echelon.run.supervise.hangs import explain_hang, read_records
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe.document import Recipe
-    from echelon.run.supervise.waiting_peers import WaitingPeers
+    from echelon.run.supervise.hangs import WaitingPeers
     from echelon.run.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -224,13 +224,13 @@ def build_waiting_peers(folder: RunFolder, runtime: Runtime) -> "WaitingPeers | 
     The agents of several machines tell of each other's ranks. Without them ranks look at each other's files in the run
     folder, but not in large jobs: a shared file system would not bear it.
     """
-    from echelon.run.supervise.waiting_peers import WaitingPeers
+    from echelon.run.supervise.hangs import WaitingPeers
 
     rank, size = runtime.rank, runtime.world_size
     if find_host_dir() is not None and find_member() is None:
         first = rank - runtime.local_rank
-        here = range(first, first + runtime.local_world_size)
-        return WaitingPeers(folder.outcomes_dir, rank, here, has_distant=len(here) < size)
+        local_ranks = range(first, first + runtime.local_world_size)
+        return WaitingPeers(folder.outcomes_dir, rank, local_ranks, has_distant=len(local_ranks) < size)
     if not shares_files() or size > max(_MOST_SHARING, runtime.local_world_size):
         return None
     return WaitingPeers(RunFolder(folder.path).outcomes_dir, rank, range(size))

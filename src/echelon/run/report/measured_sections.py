@@ -98,14 +98,12 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
     rows = [(row["step"], times) for row in record.train_rows if (times := _read_times(row.get("rank_seconds")))]
     size = -(-len(rows) // _MAX_COLUMNS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-    # A run can be resumed with another number of ranks, and a row has only the slowest of many.
-    ranks = sorted({rank for _, times in rows for rank in times})
-    values = {rank: [_find_median([times for _, times in group], rank) for group in groups] for rank in ranks}
+    values = _group_by_rank([[times for _, times in group] for group in groups])
     if not (slowest := _find_slowest(values)):
         return
     is_gpu = read_value(record.environment, "cluster", "kind") == "cuda"
     what = "waiting for data" if is_gpu else "a rank's own part of a step"
-    are_many = len(slowest) < len(ranks) or len(slowest) == _MAX_RANKS
+    are_many = len(slowest) == _MAX_RANKS
     yield HeatMap(
         f"seconds of {what}{', the slowest ranks' if are_many else ''}",
         [f"rank {rank}" for rank in slowest],
@@ -115,11 +113,17 @@ def _map_ranks(record: RunRecord) -> Iterator[Block]:
     )
 
 
+def _group_by_rank(groups: Sequence[Sequence[Mapping[int, float | None]]]) -> dict[int, list[float | None]]:
+    """The median of each group of rows by rank. A row of many ranks has only the slowest; their number can change."""
+    ranks = sorted({rank for group in groups for times in group for rank in times})
+    return {rank: [_find_median(group, rank) for group in groups] for rank in ranks}
+
+
 def _find_slowest(values: Mapping[int, Sequence[float | None]]) -> list[int]:
     """Return the ranks with the largest values, in order; without those of which nothing is known."""
     largest = {rank: max((v for v in row if v is not None), default=None) for rank, row in values.items()}
-    known = {rank: value for rank, value in largest.items() if value is not None}
-    return sorted(sorted(known, key=lambda rank: -known[rank])[:_MAX_RANKS])
+    measured = {rank: value for rank, value in largest.items() if value is not None}
+    return sorted(sorted(measured, key=lambda rank: -measured[rank])[:_MAX_RANKS])
 
 
 def _read_times(value: object) -> dict[int, float | None]:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from statistics import median
 
-from echelon.ground.medians import find_medians_of_others
 from echelon.planner.hardware.health import Health
 from echelon.recipe.operation import FaultConfig
 
@@ -64,13 +63,6 @@ class MachineReport:
             problems.insert(0, Problem(missing.rstrip("."), Severity.REFUSES))
         return MachineReport(tuple(problems), num_processes, name, health.rates)
 
-    @staticmethod
-    def parse(fields: Mapping[str, Any]) -> "MachineReport":
-        """The report of another machine."""
-        low, high = fields["clock"]
-        problems = tuple(Problem(**problem) for problem in fields["problems"])
-        return MachineReport(**{**fields, "problems": problems, "clock": (low, high)})
-
 
 def judge(conditions: Mapping[str, MachineReport], fault: FaultConfig) -> dict[str, list[Problem]]:
     """The problems of each machine: those it knows, and those that show when it is compared with the others."""
@@ -80,10 +72,11 @@ def judge(conditions: Mapping[str, MachineReport], fault: FaultConfig) -> dict[s
         problems[host].append(Problem(words, severity))
     for kind in {kind: None for condition in conditions.values() for kind in condition.rates}:
         rates = {host: condition.rates[kind] for host, condition in conditions.items() if kind in condition.rates}
-        medians = find_medians_of_others(list(rates.values())).tolist()
-        for (host, rate), usual in zip(rates.items(), medians, strict=True):
-            if rate < _SLOW * usual:
-                words = f"it is slow ({kind}): {rate:.3g} per second, and the other machines {usual:.3g}"
+        suspects = [host for host, rate in rates.items() if rate < _SLOW * max(rates.values())]
+        for host in suspects:
+            usual = median(rate for other, rate in rates.items() if other != host)
+            if rates[host] < _SLOW * usual:
+                words = f"it is slow ({kind}): {rates[host]:.3g} per second, and the other machines {usual:.3g}"
                 problems[host].append(Problem(words, _slow_severity(fault)))
     return problems
 

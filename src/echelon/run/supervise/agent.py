@@ -35,9 +35,9 @@ from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.coordinator import AttemptNews
-from echelon.run.supervise.decision import Decision, HostReport
+from echelon.run.supervise.decision import AWAITS_VARIABLE, Decision, HostReport, Restarts, Vacancies
 from echelon.run.supervise.hands import Machines, NodeAgent
-from echelon.run.supervise.hang_verdict import explain_hang, read_records
+from echelon.run.supervise.hangs import explain_hang, read_records
 from echelon.run.supervise.meeting import LOST_SECONDS, Meeting
 from echelon.run.supervise.news import AgentStopped, news_shared, stops_forwarded
 from echelon.run.supervise.outcome import (
@@ -54,7 +54,6 @@ from echelon.run.supervise.outcome import (
     read_outcomes,
 )
 from echelon.run.supervise.replica_keeper import ReplicaSupervisor
-from echelon.run.supervise.restart import AWAITS_VARIABLE, Restarts, Vacancies
 from echelon.run.supervise.warm_start import WarmStart
 from echelon.run.supervise.workers import LocalRanks, Workers
 
@@ -161,10 +160,7 @@ class Agent:
                     continue
                 return ending
             erase_progress_bar()
-            self.is_coordinator = meeting.coordinates
-            self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
-            if self.keeps_journal and folder.logs_dir.is_dir():
-                keep_console_in(folder.console_path)
+            self._keep_console(folder, meeting)
             if asked:
                 meeting.ask(read_stop_file(folder.stop_path) or "SIGTERM")
             meeting.end_attempt(HostReport.of(meeting.host, cause, _find_newest_step(job)))
@@ -178,6 +174,13 @@ class Agent:
             detection = None if died_at is None else max(0.0, time.time() - died_at)
             self._begin_again(job, decision, detection)
             announced = _announce(ended_at, detection)
+
+    def _keep_console(self, folder: RunFolder, meeting: Meeting) -> None:
+        """Keep what this machine prints from now on, if it keeps the journal."""
+        self.is_coordinator = meeting.coordinates
+        self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
+        if self.keeps_journal and folder.logs_dir.is_dir():
+            keep_console_in(folder.console_path)
 
     def _wait(self, meeting: Meeting, asked: Sequence[object]) -> Outcome | None:
         """Wait for the next attempt; if there is none, or this machine is asked to stop, how it ends."""
@@ -283,19 +286,19 @@ class Agent:
         """
         team = meeting.now().team or [(meeting.host, job.num_processes)]
         hosts = [host for host, _ in team]
-        place = hosts.index(meeting.host)
-        if place == 0:
+        index = hosts.index(meeting.host)
+        if index == 0:
             meeting.call(json.dumps([self._address, find_free_port(self._address)]))
         if not (call := meeting.await_news(_find_call)):
             return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
         address, port = json.loads(call)
-        first, world_size = sum(count for _, count in team[:place]), sum(count for _, count in team)
+        first, world_size = sum(count for _, count in team[:index]), sum(count for _, count in team)
         endpoint = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         ranks = LocalRanks(job.folder, self._warm)
         try:
-            for index in range(job.num_processes):
-                env = rank_environment(first + index, world_size, index, job.num_processes)
-                ranks.start(job.argv, first + index, {**read_environment(), **env, **endpoint})
+            for local in range(job.num_processes):
+                env = rank_environment(first + local, world_size, local, job.num_processes)
+                ranks.start(job.argv, first + local, {**read_environment(), **env, **endpoint})
             ranks.wait(leaves=lambda: meeting.now().meets_again)
         finally:
             ranks.end()

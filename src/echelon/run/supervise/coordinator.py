@@ -9,16 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from echelon.ground.foreign_launchers import in_number_order
 from echelon.ground.hosts import HostGroup
+from echelon.ground.stored import validator_of
 from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.admission import MachineReport, Problem, Severity, judge
-from echelon.run.supervise.decision import Decision, HostReport, decide
+from echelon.run.supervise.decision import Decision, HostReport, Restarts, decide
+from echelon.run.supervise.hangs import Waiting
 from echelon.run.supervise.outcome import FAILED, REFUSED
-from echelon.run.supervise.restart import Restarts
-from echelon.run.supervise.waiting_peers import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ class AttemptNews:
         elif message["kind"] == "leave":
             self.leaving.append(message["host"])
         elif message["kind"] == "waiting":
-            self.waiting = Waiting.parse(message["waiting"])
+            self.waiting = validator_of(Waiting).validate_python(message["waiting"])
         elif message["kind"] == "decision":
-            self.decision = Decision.parse(message["decision"])
+            self.decision = validator_of(Decision).validate_python(message["decision"])
         elif message["kind"] in ("is_dead", "meets_again", "is_closed"):
             setattr(self, message["kind"], True)
 
@@ -169,24 +169,43 @@ class Coordinator:
                 self._publish({"kind": "stop", "name": message["name"]})
         elif kind == "read":
             (self._readers or set()).discard(host)
-        elif message["attempt"] != self._attempt or self._readers is not None:
-            return
-        elif kind == "present":
-            self._reports[host] = MachineReport.parse(message["report"])
-            if host not in {*self._spares, *self._left_out, *(member for member, _ in self._team)}:
-                self._waiting.append(host)
-        elif kind == "call":
-            self._tell("call", words=message["words"])
-        elif kind == "death":
-            self._tell_once("is_dead")
-        elif kind == "waiting":
-            self._waits_of[host] = Waiting.parse(message["waiting"])
-        elif kind == "slow":
-            self._let_leave(self._find_host(message["rank"]))
-        elif kind == "ended" and any(host == member for member, _ in self._team):
-            self._ended[host] = HostReport(**message["report"])
+        elif message["attempt"] == self._attempt and self._readers is None and kind in self._HANDLERS:
+            self._HANDLERS[kind](self, host, message)
+
+    def _take_report(self, host: str, message: Message) -> None:
+        self._reports[host] = validator_of(MachineReport).validate_python(message["report"])
+        if host not in {*self._spares, *self._left_out, *(member for member, _ in self._team)}:
+            self._waiting.append(host)
+
+    def _take_end(self, host: str, message: Message) -> None:
+        if any(host == member for member, _ in self._team):
+            self._ended[host] = validator_of(HostReport).validate_python(message["report"])
             if host == self._host or not self._group.lives_on:
                 self._tell_once("is_closed")
+
+    def _take_wait(self, host: str, message: Message) -> None:
+        self._waits_of[host] = validator_of(Waiting).validate_python(message["waiting"])
+
+    def _take_slow(self, _: str, message: Message) -> None:
+        """Let the machine of a slow rank leave if a spare waits; not this one, whose end may be that of the job."""
+        host = [member for member, count in self._team for _ in range(count)][message["rank"]]
+        if host != self._host and set(self._spares) - self._silent:
+            self._tell("leave", host=host)
+
+    def _take_call(self, _: str, message: Message) -> None:
+        self._tell("call", words=message["words"])
+
+    def _take_death(self, _: str, message: Message) -> None:
+        self._tell_once("is_dead")
+
+    _HANDLERS: ClassVar[Mapping[str, Callable[["Coordinator", str, Message], None]]] = {
+        "present": _take_report,
+        "ended": _take_end,
+        "waiting": _take_wait,
+        "slow": _take_slow,
+        "call": _take_call,
+        "death": _take_death,
+    }
 
     def look(self, silent: frozenset[str]) -> None:
         """Do what is due. Call it now and then, and after messages. `silent`: the machines that are lost."""
@@ -202,15 +221,6 @@ class Coordinator:
             self._tell_once("is_dead")
         if self._team and self._readers is None and self._has_ended():
             self._decide()
-
-    def _find_host(self, rank: int) -> str:
-        """The machine of a rank."""
-        return [host for host, count in self._team for _ in range(count)][rank]
-
-    def _let_leave(self, host: str) -> None:
-        """Let a slow machine leave if a spare waits; not this one, whose end may be that of the job."""
-        if host != self._host and set(self._spares) - self._silent:
-            self._tell("leave", host=host)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self._publish({"kind": kind, "attempt": self._attempt, **fields})
@@ -228,10 +238,9 @@ class Coordinator:
 
     def _tell_waiting(self) -> None:
         """Tell what the ranks of all machines say, if it has changed; who has not noticed a hang, after a moment."""
-        said = list(self._waits_of.values())
-        rests = [each.resting for each in said if each.resting is not None]
-        late = next((each.late for each in said if each.late is not None), None)
-        noticed = {rank for each in said for rank in each.hanging}
+        rests = [wait.resting for wait in self._waits_of.values() if wait.resting is not None]
+        late = next((wait.late for wait in self._waits_of.values() if wait.late is not None), None)
+        noticed = {rank for wait in self._waits_of.values() for rank in wait.hanging}
         missing = None
         if noticed:
             now = time.monotonic()
@@ -252,31 +261,41 @@ class Coordinator:
 
     def _admit(self) -> None:
         """Answer the machines that wait, if it can be decided."""
-        group, is_formed, least = self._group, bool(self._team), self._group.min_nodes
-        may_grow = group.is_elastic and not is_formed
-        if len(self._reports) < least:
-            return
-        if not is_formed and self._last_team - self._reports.keys() - self._silent and self._waits(_LAST_CALL_SECONDS):
+        group = self._group
+        if len(self._reports) < group.min_nodes or self._expects_others():
             return
         problems = judge(self._reports, self._fault)
-        worst = {host: max((p.severity for p in of_host), default=Severity.NAMED) for host, of_host in problems.items()}
-        fit = [host for host in self._reports if worst[host] == Severity.NAMED and host not in self._silent]
-        if len(fit) < least:
-            if len(self._reports) < group.max_machines and self._waits(_HEALTHY_SECONDS):
-                return
-            fit = [host for host in self._reports if worst[host] < Severity.ENDS]
-        elif may_grow and len(self._reports) < group.max_nodes and self._waits(_LAST_CALL_SECONDS):
-            return
-        if len(fit) < least:
+        fit = self._find_fit(problems)
+        if len(fit) < group.min_nodes and not self._may_be_more():
             code, words = self._describe_ending(problems)
             self._end(Decision(False, code, words, self._restarts.done))
+        if len(fit) < group.min_nodes:
             return
-        if not is_formed:
+        if not self._team:
             self._team = self._choose_team(fit)
         elif group.lives_on:  # the keeper gives it the place of a lost one
             self._team += [(host, self._reports[host].num_processes) for host in self._waiting if host in fit]
         self._answer(fit, problems)
-        self._waiting.clear()
+        if group.is_elastic and self._spares and len(self._team) < group.max_nodes:
+            self._tell_once("meets_again")
+
+    def _find_fit(self, problems: Mapping[str, Sequence[Problem]]) -> list[str]:
+        """The machines that can take part: those without a problem, or some with one if too few are left."""
+        worst = {host: max((p.severity for p in of_host), default=Severity.NAMED) for host, of_host in problems.items()}
+        fit = [host for host in self._reports if worst[host] == Severity.NAMED and host not in self._silent]
+        if len(fit) >= self._group.min_nodes or self._may_be_more():
+            return fit
+        return [host for host in self._reports if worst[host] < Severity.ENDS]
+
+    def _may_be_more(self) -> bool:
+        """Whether more machines may come, in the place of bad ones."""
+        return len(self._reports) < self._group.max_machines and self._waits(_HEALTHY_SECONDS)
+
+    def _expects_others(self) -> bool:
+        """Whether others may still come before ranks start: those that have trained before, or more of a range."""
+        is_back = self._last_team <= self._reports.keys() | self._silent
+        is_full = not self._group.is_elastic or len(self._reports) >= self._group.max_nodes
+        return not self._team and not (is_back and is_full) and self._waits(_LAST_CALL_SECONDS)
 
     def _waits(self, seconds: float) -> bool:
         """Whether there have been enough machines for less than this time."""
@@ -316,8 +335,7 @@ class Coordinator:
         self._spares += spares
         self._left_out |= set(left_out)
         self._tell("answers", team=self._team, spares=spares, left_out=left_out)
-        if spares and group.is_elastic and len(team) < group.max_nodes:
-            self._tell_once("meets_again")
+        self._waiting.clear()
 
     def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> tuple[int, str]:
         """The exit code and why the job ends on all machines: too few are left without the bad ones."""

@@ -1,12 +1,83 @@
-"""What all machines of a job do after an attempt: each reports how it ended there, and the coordinator decides."""
+"""What all machines of a job do after an attempt: each reports how it ended there, and the coordinator decides.
 
-from collections.abc import Mapping
+Also whether a failed group of processes is restarted, and with which message.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from echelon.ground.hosts import HostGroup
-from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Likelihood, Outcome
-from echelon.run.supervise.restart import Restarts
+from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, SAME_FAILURES, STOPPED, Cause, Likelihood, Outcome
+
+logger = logging.getLogger(__name__)
+
+AWAITS_VARIABLE = "ECHELON_AWAITS_MACHINES"
+"""1 if whoever started this machine also replaces others, and counts each that ends: then it waits for them."""
+
+_LOOK_SECONDS = 0.1
+# The part of a message that differs between two occurrences of the same failure: the rank that failed first.
+_WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
+
+
+@dataclass
+class Restarts:
+    """Counts a job's failures and decides on each."""
+
+    limit: int
+    done: int = 0
+    _last: tuple[str, int | None] | None = None
+    _in_a_row: int = 0
+
+    def refuse(self, outcome: Outcome, step: int | None) -> Outcome | None:
+        """Count a failure. Returns None for a restart, else the job's outcome, whose message has the reason.
+
+        `step` is that of the newest checkpoint.
+        """
+        failure = _WHO.sub("", outcome.message), step
+        self._in_a_row = self._in_a_row + 1 if failure == self._last else 1
+        self._last = failure
+        if outcome.final or self.limit == 0:
+            return outcome
+        came_back = "the same failure occurred again without a new checkpoint"
+        if self._in_a_row == SAME_FAILURES:
+            why = f"{came_back}, {SAME_FAILURES} times in a row"
+        elif self.done == self.limit:
+            why = f"fault.max_restarts={self.limit} is reached" + (f"; {came_back}" if self._in_a_row > 1 else "")
+        else:
+            self.done += 1
+            return None
+        resume = "" if step is None else f"; the same command resumes from step {step}"
+        return replace(outcome, message=f"{outcome.message}; not restarted: {why}{resume}")
+
+
+class Vacancies:
+    """Lets a machine wait in place for others, instead of ending a job that was left short of machines.
+
+    At most `limit` times in a row without a new checkpoint.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._last: tuple[int | None, int] = (None, 0)
+
+    def wait(self, message: str, step: int | None, asked: Sequence[object], seconds: float) -> bool:
+        """Whether to meet the others again, after a time in which they end too; not if this machine is `asked` to stop.
+
+        `message`: how the job has ended. `step`: that of the newest checkpoint.
+        """
+        count = self._last[1] + 1 if step == self._last[0] else 1
+        self._last = step, count
+        if count > self._limit:
+            return False
+        start = "from the beginning" if step is None else f"from step {step}"
+        logger.warning(f"{message}; this machine waits for others in the place of those that left, and goes on {start}")
+        until = time.monotonic() + seconds
+        while not asked and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return not asked
 
 
 @dataclass(frozen=True)
@@ -51,11 +122,6 @@ class Decision:
     leaving: tuple[str, ...] = ()
     is_short: bool = False
     advice: str = ""
-
-    @staticmethod
-    def parse(fields: Mapping[str, Any]) -> "Decision":
-        """The decision that another machine has published."""
-        return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
 
     def find_ending(self, host: str, own: Outcome) -> Outcome | None:
         """How a machine ends, whose own ranks ended like this; None if it takes part in another attempt."""

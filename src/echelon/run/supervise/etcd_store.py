@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class EtcdStore:
-    """The keys of a job in etcd, as a `Store` of the agents. For one thread.
+    """The keys of a job in etcd, with the methods of `TorchStore`. For one thread.
 
     Methods raise torch's DistError when etcd does not answer.
     """
@@ -143,7 +143,6 @@ class EtcdStore:
         """Ask etcd; again for some seconds if it does not answer."""
         import requests
         from etcd3gw.exceptions import Etcd3Exception
-        from torch.distributed import DistError
 
         deadline = time.monotonic() + _RETRY_SECONDS
         while True:
@@ -151,6 +150,8 @@ class EtcdStore:
                 return ask()
             except (Etcd3Exception, requests.RequestException) as error:
                 if time.monotonic() > deadline:
+                    from torch.distributed import DistError
+
                     raise DistError(first_line(error)) from error
             time.sleep(_PAUSE_SECONDS)
 

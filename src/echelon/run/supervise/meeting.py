@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from echelon.ground.errors import LaunchError, first_line
 from echelon.ground.hosts import HostGroup, limit_silence_of, open_coordinator
@@ -26,9 +26,8 @@ from echelon.ground.sockets import answers_as_store, host_store, is_loopback
 from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.coordinator import AttemptNews, Coordinator, Message
-from echelon.run.supervise.decision import Decision, HostReport
+from echelon.run.supervise.decision import Decision, HostReport, Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
-from echelon.run.supervise.restart import Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -48,33 +47,11 @@ _INBOX, _NEWS = "inbox", "news"
 Found = TypeVar("Found")
 
 
-class Store(Protocol):
-    """A key-value store that all agents reach. Methods raise torch's DistError when it is gone."""
-
-    def clone(self) -> "Store":
-        """The same store for another thread."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def find(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none."""
-
-    def find_each(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there, in one request."""
-
-    def append(self, name: str, text: str) -> None:
-        """Add a message to a list."""
-
-    def count(self, name: str) -> int:
-        """How many messages a list has."""
-
-    def read(self, name: str, number: int) -> bytes:
-        """A message of a list, counted from 1, once it is there."""
-
-
 class TorchStore:
-    """A `Store` in torch's TCPStore, whose type stubs are incomplete."""
+    """The keys of a job in torch's TCPStore, whose type stubs are incomplete.
+
+    Methods raise torch's DistError when it is gone.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -107,6 +84,9 @@ class TorchStore:
         """A message of a list, counted from 1, once it is there. A lost connection ends the wait."""
         self._store.wait([f"{name}/{number}"], _FOREVER)
         return bytes(self._store.get(f"{name}/{number}"))
+
+
+Store = TorchStore | EtcdStore
 
 
 class Meeting:
@@ -224,10 +204,10 @@ class Meeting:
 
     def _await(self, find: Callable[[], Found | None]) -> Found:
         with self._changed:
-            while (found := find()) is None:
+            while (result := find()) is None:
                 self.check()
                 self._changed.wait(_LOOK_SECONDS)
-        return found
+        return result
 
     def check(self) -> None:
         """Raise the error of a thread: DistError if the coordinator is gone."""
@@ -277,7 +257,8 @@ class Meeting:
             if message["kind"] == "end":
                 raise _lost("it has ended")
             _handle(message, self._take)
-            if message["kind"] == "decision" and not Decision.parse(message["decision"]).goes_on:
+            decision = self._news.get(message["attempt"], AttemptNews()).decision
+            if message["kind"] == "decision" and decision is not None and not decision.goes_on:
                 _append(store, _INBOX, {"kind": "read", "attempt": message["attempt"], "host": self.host})
                 return
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.stop_request import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
-from echelon.ground.stored import write_text
+from echelon.ground.stored import read_text, write_text
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.hangs import Waiting, WaitingRanks
 from echelon.run.supervise.meeting import Meeting
-from echelon.run.supervise.waiting_peers import Waiting, WaitingRanks
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class _News:
     def _share_slowness(self) -> None:
         """Say which rank rank 0 of this machine has found slow: if a spare waits, its machine may leave."""
         if self._folder.slow_path.exists():
-            self._meeting.post("slow", rank=int(self._folder.slow_path.read_text(encoding="utf-8")))
+            self._meeting.post("slow", rank=int(read_text(self._folder.slow_path)))
             self._folder.slow_path.unlink()
 
     def _share_stop(self) -> bool:

@@ -21,6 +21,12 @@ from echelon.ground.stored import open_regular, read_as, read_text, write_json, 
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
+LEAVING_VARIABLE = "ECHELON_MAY_LEAVE"
+"""1 for the workers of a job that goes on when machines leave or join, for which they are told to stop."""
+
+SAME_FAILURES = 3
+"""The same failure this many times in a row, without a new checkpoint, ends the job even if restarts are left."""
+
 MACHINE_LOST = -1000
 """The exit code of a process whose machine was lost."""
 

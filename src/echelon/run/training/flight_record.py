@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from echelon.ground.stored import write_json
 from echelon.learn.distributed.traffic import name_group
-from echelon.run.supervise.hang_verdict import Collective, HangRecord, WatchedGroup, find_record_path
+from echelon.run.supervise.hangs import Collective, HangRecord, WatchedGroup, find_record_path
 
 _TORCH = Path(torch.__file__).parent
 # Backward passes wait for collectives in C++, and the host for a GPU in its events and streams.

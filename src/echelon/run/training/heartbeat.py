@@ -6,12 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
 
-from echelon.run.supervise.waiting_peers import WaitingPeers
 from echelon.run.training.callbacks import FinishedStep, Monitor
+
+if TYPE_CHECKING:
+    from echelon.run.supervise.hangs import WaitingPeers
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Heartbeat(Monitor):
         self,
         limit_seconds: float | Literal["auto"] | None = None,
         on_timeout: Callable[[str, float], None] = lambda what, seconds: None,
-        peers: WaitingPeers | None = None,
+        peers: "WaitingPeers | None" = None,
     ) -> None:
         """`on_timeout` is called in a thread, and must not return.
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from echelon.ground.medians import find_medians_of_others
 from echelon.ground.stop_request import STRAGGLER
 from echelon.ground.stored import write_text
 from echelon.learn.distributed.mesh import Meshes
@@ -74,8 +73,11 @@ def median_of_peers(own: NDArray[np.float64], stages: NDArray[np.int64]) -> NDAr
     """For each rank the median of the other numbers of its stage; without others its own. Both are [ranks]."""
     usual = own.copy()
     for stage in np.unique(stages):
-        ranks = stages == stage
-        usual[ranks] = find_medians_of_others(own[ranks])
+        ranks = np.flatnonzero(stages == stage)
+        order, index = ranks[np.argsort(own[ranks], kind="stable")], np.arange(len(ranks))
+        low, high = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of a stage without one of its ranks
+        if len(ranks) > 1:
+            usual[order] = (own[order][low + (low >= index)] + own[order][high + (high >= index)]) / 2
     return usual
 
 

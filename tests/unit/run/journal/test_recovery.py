@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from echelon.ground.launch_environment import HOST_VARIABLE, RESTART_VARIABLE, find_last_end
+from echelon.ground.launch_environment import RESTART_VARIABLE
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch
 
@@ -31,16 +31,6 @@ def test_a_restart_is_reported_once_with_its_parts(folder, monkeypatch, caplog):
     [line] = caplog.messages
     assert line.startswith("recovered, after the failure: processes ended 0.2 s, rendezvous 12.")
     assert line.endswith("; 6 steps lost")
-
-
-def test_under_echelons_agent_training_since_a_restart_counts(folder, monkeypatch):
-    """A machine joined after the reported restart: torchrun has restarted all ranks without a report."""
-    monkeypatch.setenv(RESTART_VARIABLE, json.dumps({"ended_at": time.time() - 50, "detection_seconds": 0.25}))
-    monkeypatch.setenv(HOST_VARIABLE, "somewhere")
-    end = find_last_end(folder.metrics_path)
-    assert time.time() - end.time < 5 and end.detection_seconds is None
-    monkeypatch.setenv(RESTART_VARIABLE, json.dumps({"ended_at": time.time() + 50, "detection_seconds": 0.25}))
-    assert find_last_end(folder.metrics_path).detection_seconds == 0.25
 
 
 def test_under_torchrun_it_counts_from_the_last_activity(folder, monkeypatch, caplog):

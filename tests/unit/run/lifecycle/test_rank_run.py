@@ -5,7 +5,7 @@ import pytest
 from echelon.ground.stop_request import StopRequest
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.rank_run import goes_on
-from echelon.run.supervise.restart import LEAVING_VARIABLE
+from echelon.run.supervise.outcome import LEAVING_VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from echelon.planner.hardware.health import Health, examine_health
 from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.admission import MachineReport, Problem, Severity, judge
 from echelon.run.supervise.coordinator import AttemptNews, Coordinator
-from echelon.run.supervise.decision import HostReport
+from echelon.run.supervise.decision import HostReport, Restarts
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED
-from echelon.run.supervise.restart import Restarts
 
 STRICT, MILD = FaultConfig(on_straggler="stop"), FaultConfig(on_bad_machine="warn")
 USUAL, SOUND = FaultConfig(), MachineReport()
@@ -66,13 +65,6 @@ def _last_call(monkeypatch):
     monkeypatch.setattr("echelon.run.supervise.coordinator._LAST_CALL_SECONDS", 0.5)
 
 
-def test_sound_machines_take_part():
-    group = Group("2")
-    group.come("a")
-    group.come("b")
-    assert group.look_until_answered() == {"a": True, "b": True}
-
-
 def test_a_bad_machine_is_left_out_where_enough_others_are_there():
     group = Group("2:3")
     for host in "abc":
@@ -113,13 +105,6 @@ def test_the_ranks_of_a_machine_are_neighbours_in_the_order_of_the_names():
         group.come(host, MachineReport(num_processes=count, name=name))
     assert group.look_until_answered() == {"a": True, "b": True, "c": True}
     assert group.now.team == [("a", 4), ("b", 1), ("c", 2)]
-
-
-def test_the_first_machines_of_an_elastic_job_wait_a_moment_for_others():
-    group = Group("1:3")
-    for host in "abc":
-        group.come(host)
-    assert group.look_until_answered() == {"a": True, "b": True, "c": True}
 
 
 def test_a_machine_too_many_is_a_spare_and_takes_the_place_of_a_lost_one():

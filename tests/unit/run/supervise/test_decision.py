@@ -19,9 +19,8 @@ from echelon.ground.hosts import (
     parse_group,
 )
 from echelon.ground.launch_environment import find_host_group, launch_role
-from echelon.run.supervise.decision import HostReport, decide
+from echelon.run.supervise.decision import HostReport, Restarts, decide
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Likelihood
-from echelon.run.supervise.restart import Restarts
 
 BAD = [
     ("0", "a:1"),

@@ -4,6 +4,7 @@ import logging
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,10 @@ from echelon.ground.hosts import HostGroup, open_coordinator, parse_group
 from echelon.ground.sockets import answers_as_store, listen_at
 from echelon.run.supervise import meeting
 from echelon.run.supervise.admission import MachineReport
-from echelon.run.supervise.decision import HostReport
-from echelon.run.supervise.meeting import Meeting
+from echelon.run.supervise.decision import HostReport, Restarts
+from echelon.run.supervise.etcd_store import EtcdStore
+from echelon.run.supervise.meeting import Meeting, TorchStore
 from echelon.run.supervise.outcome import DONE, FAILED
-from echelon.run.supervise.restart import Restarts
 
 
 @pytest.fixture
@@ -203,42 +204,59 @@ def test_a_stop_of_a_job_with_a_fixed_number_of_machines_reaches_all(together):
 
 
 def test_a_message_that_no_agent_wrote_ends_the_job_in_one_sentence(together):
-    for kind, text in (
-        ("inbox", "[1"),
-        ("inbox", '{"kind": "present"}'),
-        ("news", '{"kind": "decision", "decision": 3}'),
-    ):
+    foreign = [("inbox", "[1"), ("inbox", '{"kind": "present"}'), ("news", '{"kind": "decision", "decision": 3}')]
+    for kind, text in foreign:
         machines = together("2")
-        first, _ = machines.meet("a", "b")
+        machines.meet("a", "b")
         machines.present("a", "b")
-        first._store.append(kind, text)
+        group = machines.group
+        if group.store_name is None:
+            TorchStore(TCPStore(group.host, group.port, wait_for_workers=False)).append(kind, text)
+        else:
+            EtcdStore(group).append(kind, text)
         with pytest.raises(LaunchError, match="contains a message that no agent wrote"):
             while True:
-                for each in machines.all.values():
-                    each.check()
+                for agent in machines.all.values():
+                    agent.check()
                 time.sleep(0.02)
 
 
+FIRST = """
+import sys, time
+from echelon.ground.hosts import parse_group
+from echelon.run.supervise.admission import MachineReport
+from echelon.run.supervise.decision import Restarts
+from echelon.run.supervise.etcd_store import EtcdStore
+from echelon.run.supervise.meeting import Meeting, TorchStore
+meeting = Meeting(parse_group("2+1", sys.argv[1]), "first", Restarts(3), address="127.0.0.1")
+while not meeting.coordinates:
+    time.sleep(0.05)
+print(meeting.host, flush=True)
+meeting.present(MachineReport(name="first"))
+time.sleep(600)
+"""
+
+
 def test_another_machine_coordinates_where_the_store_is_outside(etcd):
-    """The first coordinator answers no more, as without power: its lease ends. The spare may be the next one."""
-    machines = Machines(parse_group("2+1", f"etcd://127.0.0.1:{etcd}/job-{time.time_ns()}"))
-    machines.meet("a", "b", "c")
-    machines.present("a", "b", "c")
-    [lost] = [name for name, each in machines.all.items() if each.coordinates]
-    machines.all[lost]._over.set()
-    rest = [name for name in "abc" if name != lost]
-    for name in rest:
-        machines.all[name].await_news(lambda news: True if news.is_dead else None)
-    [trained] = [name for name in rest if machines.all[name].now().takes_part(machines.all[name].host)]
+    """The first coordinator is killed, so it answers no more: its lease ends. The spare may be the next one."""
+    place = f"etcd://127.0.0.1:{etcd}/job-{time.time_ns()}"
+    first = subprocess.Popen([sys.executable, "-c", FIRST, place], stdout=subprocess.PIPE, text=True)
+    lost = first.stdout.readline().strip()
+    machines = Machines(parse_group("2+1", place))
+    machines.meet("b", "c")
+    machines.present("b", "c")
+    first.kill()
+    first.communicate()
+    for agent in machines.all.values():
+        agent.await_news(lambda news: True if news.is_dead else None)
+    [trained] = [name for name, meeting in machines.all.items() if meeting.now().takes_part(meeting.host)]
     [decision] = machines.end_attempt(trained)
-    assert decision.message == f"1 of 2 machines stopped responding: {machines.all[lost].host}" and decision.goes_on
-    for name in rest:
-        if name != trained:
-            machines.all[name].await_decision()
-    assert len(machines.present(*rest)[trained]) == 2
-    assert sum(machines.all[name].coordinates for name in rest) == 1
-    machines.end_attempt(*rest, code=DONE)
-    del machines.all[lost]
+    assert decision.message == f"1 of 2 machines stopped responding: {lost}" and decision.goes_on
+    [spare] = {"b", "c"} - {trained}
+    machines.all[spare].await_decision()
+    assert len(machines.present("b", "c")[trained]) == 2
+    assert sum(meeting.coordinates for meeting in machines.all.values()) == 1
+    machines.end_attempt("b", "c", code=DONE)
     machines.close()
 
 

@@ -2,8 +2,8 @@
 
 from echelon.ground.errors import CheckpointError, ConfigError, LaunchError, TrainingError
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.supervise.decision import Restarts, Vacancies
 from echelon.run.supervise.outcome import FAILED, Outcome, is_final
-from echelon.run.supervise.restart import Restarts, Vacancies
 
 
 def killed(rank, pid=100):

@@ -35,12 +35,6 @@ def ranks(folder):
     ranks.end()
 
 
-def test_all_exit_with_0(ranks, folder):
-    started = ranks("pass", "import time; time.sleep(1)")
-    started.wait()
-    assert started.deaths == [] and not folder.death_path.exists()
-
-
 def test_a_failure_is_told_to_the_others(ranks, folder):
     waiting = f"import os, time\nwhile not os.path.exists({str(folder.death_path)!r}): time.sleep(0.05)"
     started = ranks(waiting, "raise SystemExit(7)")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from echelon.learn.distributed.stamp import Stamp
-from echelon.run.supervise.hang_verdict import Collective, WatchedGroup, explain_hang, read_records
+from echelon.run.supervise.hangs import Collective, WatchedGroup, explain_hang, read_records
 from echelon.run.training.flight_record import write_record
 
 LATER = 4_000_000_000_000_000_000  # after every real entry, in nanoseconds

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from echelon.learn.model.compilation import compilations_told
-from echelon.run.supervise import waiting_peers
-from echelon.run.supervise.waiting_peers import WaitingPeers
+from echelon.run.supervise import hangs
+from echelon.run.supervise.hangs import WaitingPeers
 from echelon.run.training import heartbeat
 from echelon.run.training.heartbeat import Heartbeat
 
@@ -116,13 +116,13 @@ def test_a_rank_that_others_wait_for_in_a_save_is_not_excused_by_them(tmp_path) 
 
 
 def test_a_peer_that_is_suspended_at_rest_is_not_waited_for(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(waiting_peers, "_STALE_SECONDS", 0.0)
+    monkeypatch.setattr(hangs, "_STALE_SECONDS", 0.0)
     WaitingPeers(tmp_path, 1, range(2)).show_rest(0)
     assert pass_seconds(Heartbeat(8, peers=WaitingPeers(tmp_path, 0, range(2))), 100) == (8.5, 8)
 
 
 def test_a_rank_that_still_rests_renews_its_file(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(waiting_peers, "_RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(hangs, "_RENEWAL_SECONDS", 0.0)
     resting = WaitingPeers(tmp_path, 1, range(2))
     resting.show_rest(0)
     os.utime(tmp_path / "resting-1", (1, 1))
@@ -142,7 +142,7 @@ def test_ranks_with_different_limits_find_a_hang_together(tmp_path) -> None:
 
 
 def test_unresponsive_ranks_are_found(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(waiting_peers, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(hangs, "_ANSWER_SECONDS", 0.3)
     found = {}
     ranks = [
         threading.Thread(

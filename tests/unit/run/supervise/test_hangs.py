@@ -12,8 +12,8 @@ from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise import coordinator
 from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.coordinator import AttemptNews, Coordinator
-from echelon.run.supervise.restart import Restarts
-from echelon.run.supervise.waiting_peers import WaitingPeers, WaitingRanks
+from echelon.run.supervise.decision import Restarts
+from echelon.run.supervise.hangs import WaitingPeers, WaitingRanks
 
 
 class TwoMachines:
