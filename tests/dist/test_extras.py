@@ -193,6 +193,10 @@ TRIALS = {
     "float8": Trial((*TRAIN, "train.precision=fp8"), "torchao", "needs a GPU of compute capability", 2, "recipe.json"),
     "math": Trial((*TRAIN, *REWARDS), "math-verify", prepare=write_sums),
     "lm-eval": Trial((*TRAIN, "evaluate.tasks=[task.jsonl]"), "lm_eval", "task", prepare=write_task),
+    "etcd": Trial(
+        (*TRAIN, "--nodes", "2", "--rendezvous", "etcd://127.0.0.1:9/job"), "etcd3gw", "etcd does not answer", 1,
+        "recipe.json",
+    ),
     "deepspeed": Trial((*TRAIN, "engine=deepspeed"), "deepspeed"),
     "tensorflow": Trial((*TRAIN, "engine=tensorflow"), "keras_hub"),
 }  # fmt: skip

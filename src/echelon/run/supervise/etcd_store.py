@@ -38,7 +38,7 @@ class EtcdStore:
     def __init__(self, group: HostGroup) -> None:
         """Connect, and begin a job, or join it. Raises LaunchError if etcd does not answer, ConfigError without the
         client."""
-        require_extra(f"--rendezvous {group.endpoint}", "etcd")
+        require_extra(f"--rendezvous etcd://{group.endpoint}/{group.store_name}", "etcd")
         self._group = group
         self._client = _connect(group)
         self._role: Lease | None = None
