@@ -99,7 +99,7 @@ class StragglerWatch(Monitor):
         self._stages = np.asarray(stages)
         self._stops = stops
         self._tell = tell
-        self._window: list[tuple[Sequence[float], float]] = []
+        self._window: list[tuple[NDArray[np.float64], float]] = []
         self._in_a_row = np.zeros(len(hosts), np.int64)
         self._medians: NDArray[np.float64] | None = None
         """Of several ranks the own seconds, medians over the window that the last step completed, if it did."""
@@ -113,11 +113,12 @@ class StragglerWatch(Monitor):
 
     def saw_step(self, step: int, own_seconds: Sequence[float], step_seconds: float) -> list[Straggler]:
         """Count a step with the own times of all ranks; return those that are found slow after this one."""
-        self._window.append((own_seconds, step_seconds))
+        self._window.append((np.asarray(own_seconds, np.float64), step_seconds))
         self._medians = None
         if len(self._window) < _WINDOW_STEPS:
             return []
-        medians = np.median([times for times, _ in self._window], axis=0)
+        middle = _WINDOW_STEPS // 2  # of an odd number of steps
+        medians = np.partition(np.stack([times for times, _ in self._window], 1), middle, axis=1)[:, middle]
         whole = statistics.median(seconds for _, seconds in self._window)
         self._window.clear()
         self._medians = medians if len(medians) > 1 else None
