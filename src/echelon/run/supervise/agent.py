@@ -325,11 +325,10 @@ class Agent:
                 job.folder.rows.append_event("failure", step=decision.step, code=FAILED, message=decision.message)
                 number = decision.restarts
                 job.folder.rows.append_event("restart", step=decision.step, number=number, detection_seconds=detection)
-        if self.is_coordinator:
-            where = "" if self._group.is_alone else ", on all machines"
-            start = "from the beginning" if decision.step is None else f"from step {decision.step}"
-            logger.warning(f"failure: {decision.message}")
-            logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
+        where = "" if self._group.is_alone else ", on all machines"
+        start = "from the beginning" if decision.step is None else f"from step {decision.step}"
+        logger.warning(f"failure: {decision.message}")
+        logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
 
 
 def network_variables(address: str) -> dict[str, str]:
