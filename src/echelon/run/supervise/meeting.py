@@ -117,6 +117,7 @@ class Meeting:
         self._lost_coordinator = frozenset[str]()
         """The coordinator before this machine."""
         self._store: Store | None = None
+        self._publisher: Store | None = None
         coordinator = Coordinator(self.host, group, restarts, fault or FaultConfig(), self._publish)
         self._coordinator: Coordinator | None = coordinator if group.is_alone else None
         if group.is_alone:
@@ -237,10 +238,10 @@ class Meeting:
 
     def _publish(self, message: Message) -> None:
         """By the coordinator: tell all."""
-        if self._store is None:
+        if self._publisher is None:
             self._take(message)
         else:
-            _append(self._store, _NEWS, message)
+            _append(self._publisher, _NEWS, message)
 
     def _take(self, message: Message) -> None:
         with self._changed:
@@ -285,7 +286,7 @@ class Meeting:
     def _coordinate(self, store: Store) -> None:
         """Handle the messages to the coordinator, until the job has ended."""
         assert self._coordinator is not None
-        inbox: queue.Queue[Message] = queue.Queue()
+        self._publisher, inbox = store, queue.Queue[Message]()
         self._start(lambda store: _fill(inbox, store), "inbox")
         beats, silent, looked_at = _Beats(), frozenset[str](), 0.0
         while not self._over.is_set():
