@@ -4,6 +4,7 @@ The nodes share one address, and their names do not resolve, so the recipe sets 
 """
 
 import json
+import os
 import re
 import signal
 import socket
@@ -280,7 +281,8 @@ def test_the_others_live_on_when_a_process_is_lost(desk, key):
     name, number = desk.launch("launch.nodes=2", "launch.slurm.options.cpus-per-task=1", key, *LONG)
     desk.await_step(20)
     [agent] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
-    [worker] = [child for child in agent.children(recursive=True) if "echelon.run.lifecycle.worker" in child.cmdline()]
+    logs = {child: os.readlink(f"/proc/{child.pid}/fd/1") for child in agent.children()}
+    [worker] = [child for child, log in logs.items() if log.endswith("rank-00001.log")]
     worker.kill()
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     names = [event["event"] for event in read_lines(desk.folder / "runs" / "tiny" / "events.jsonl")]
