@@ -124,15 +124,6 @@ def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
     assert_same(rows(run), whole(steps))
 
 
-def test_a_spare_ends_with_the_others(tmp_path):
-    write_recipe(tmp_path, train={"steps": 20, "log_every": 500})
-    with machines(3, tmp_path) as network:
-        codes, outputs = finish(*(start_agent(machine, "2+1") for machine in network), seconds=240)
-    assert codes == [0, 0, 0], outputs
-    assert sum("this machine is a spare" in output for output in outputs[1:]) == 1, outputs
-    assert "plan: ddp on 2 process" in "".join(outputs)
-
-
 def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
     """The lost one is disconnected first, so that its connections are not closed."""
     steps = 1500

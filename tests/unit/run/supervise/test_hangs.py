@@ -20,7 +20,7 @@ class TwoMachines:
     """Machine a with the ranks 0 and 1, b with 2 and 3. `tell` does what their agents do every second."""
 
     def __init__(self, folder):
-        self.news, self.num_told = AttemptNews(), 0
+        self.news = AttemptNews()
         group = HostGroup(2, 2, "a", 29400)
         self.coordinator = Coordinator("a", group, Restarts(0), FaultConfig(), self._publish)
         self.folders = {name: folder / name for name in "ab"}
@@ -32,7 +32,6 @@ class TwoMachines:
         self.agents = {name: WaitingRanks(place) for name, place in self.folders.items()}
 
     def _publish(self, message):
-        self.num_told += message["kind"] == "waiting"
         self.news.take(json.loads(json.dumps(message)))
 
     def rank(self, number):
@@ -81,13 +80,3 @@ def test_all_learn_who_has_not_noticed_a_hang(machines, noticing, missing):
             machines.tell()
             time.sleep(0.02)
     assert [answer.result() for answer in answers] == [missing] * len(noticing)
-
-
-def test_nothing_is_told_while_nothing_changes(machines):
-    for _ in range(5):
-        machines.tell()
-    assert machines.num_told == 0
-    machines.rank(0).show_rest(1)
-    for _ in range(5):
-        machines.tell()
-    assert machines.num_told == 1

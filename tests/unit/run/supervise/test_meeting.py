@@ -192,17 +192,6 @@ def test_a_machine_that_comes_later_is_in_the_present_attempt(together):
     assert len(machines.present("a", "late")["late"]) == 2
 
 
-def test_a_stop_of_a_job_with_a_fixed_number_of_machines_reaches_all(together):
-    machines = together("2")
-    first, second = machines.meet("a", "b")
-    machines.present("a", "b")
-    second.ask("SIGUSR1")
-    deadline = time.monotonic() + 10
-    while first.asked != "SIGUSR1":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_message_that_no_agent_wrote_ends_the_job_in_one_sentence(together):
     foreign = [("inbox", "[1"), ("inbox", '{"kind": "present"}'), ("news", '{"kind": "decision", "decision": 3}')]
     for kind, text in foreign:

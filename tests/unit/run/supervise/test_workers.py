@@ -3,8 +3,6 @@
 import json
 import signal
 import sys
-import threading
-import time
 
 import pytest
 
@@ -74,15 +72,3 @@ def test_ranks_that_listen_are_asked_to_stop_once(ranks, folder):
     started.wait(leaves=lambda: True)
     assert started.deaths == []
     assert [json.loads((folder.outcomes_dir / f"asked-{rank}").read_text()) for rank in range(2)] == [[1], [1]]
-
-
-def test_two_threads_may_wait_and_end(ranks, folder):
-    """As where one rank runs in the terminal."""
-    started = ranks("import time; time.sleep(60)")
-    thread = threading.Thread(target=started.wait)
-    thread.start()
-    time.sleep(0.3)
-    started.kill()
-    started.end()
-    thread.join(10)
-    assert not thread.is_alive() and [death.exit_code for death in started.deaths] == [-signal.SIGKILL]

@@ -79,13 +79,6 @@ def test_the_peers_are_all_other_ranks_of_the_stage(num_ranks, num_stages):
         assert usual == (statistics.median(peers) if peers else own[rank])
 
 
-def test_thousands_of_ranks_take_a_moment():
-    own = np.array([random.random() for _ in range(8192)])
-    began = time.thread_time()
-    median_of_peers(own, np.zeros(len(own), np.int64))
-    assert time.thread_time() - began < 0.2  # with a list of peers for each rank, more than 10 s
-
-
 def test_a_row_names_the_slowest_of_many_ranks_and_their_median():
     watching = StragglerWatch(["one"] * 64, [0] * 64)
     steps = []
