@@ -275,7 +275,14 @@ class Agent:
             keeper = ReplicaSupervisor(job, self._warm, machines, self._group.min_nodes)
             meeting.call(machines.call)
             return keeper.run()
-        while (call := meeting.await_news(_find_call)) and not NodeAgent(job, self._warm, call).run():
+        is_over, level = False, logging.WARNING
+        while not is_over and (call := meeting.await_news(_find_call)):
+            meeting.check()  # the keeper's machine is the coordinator's
+            try:
+                is_over = NodeAgent(job, self._warm, call).run()
+            except LaunchError as error:
+                logger.log(level, str(error))
+                level = logging.DEBUG
             time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
