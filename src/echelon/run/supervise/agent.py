@@ -273,16 +273,15 @@ class Agent:
                 return Cause(ending, Likelihood.NOTHING if ending.code == DONE else Likelihood.CAUSE, time.time())
             machines = Machines(self._address, job.num_machines - 1, job.folder.outcomes_dir)
             keeper = ReplicaSupervisor(job, self._warm, machines, self._group.min_nodes)
-            meeting.call(machines.call)
+            meeting.post("call", words=machines.call)
             return keeper.run()
-        is_over, level = False, logging.WARNING
+        is_over = False
         while not is_over and (call := meeting.await_news(_find_call)):
             meeting.check()  # the keeper's machine is the coordinator's
             try:
                 is_over = NodeAgent(job, self._warm, call).run()
             except LaunchError as error:
-                logger.log(level, str(error))
-                level = logging.DEBUG
+                logger.debug(str(error))
             time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
@@ -295,7 +294,7 @@ class Agent:
         hosts = [host for host, _ in team]
         index = hosts.index(meeting.host)
         if index == 0:
-            meeting.call(json.dumps([self._address, find_free_port(self._address)]))
+            meeting.post("call", words=json.dumps([self._address, find_free_port(self._address)]))
         if not (call := meeting.await_news(_find_call)):
             return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
         address, port = json.loads(call)

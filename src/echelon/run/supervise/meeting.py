@@ -185,10 +185,6 @@ class Meeting:
         """Say that this machine was asked to stop, by this signal."""
         self.post("asked", name=name)
 
-    def call(self, words: str) -> None:
-        """Say where the ranks of the attempt meet, or its keeper."""
-        self.post("call", words=words)
-
     def post(self, kind: str, **fields: Any) -> None:
         """Send a message to the coordinator."""
         message = {"kind": kind, "attempt": self.attempt, "host": self.host, **fields}

@@ -171,7 +171,7 @@ def test_machines_agree_on_a_team_its_end_and_the_next_attempt(together):
     [spare] = machines.all["a"].await_news(lambda news: news.spares or None)
     assert sorted(each.host for each in machines.all.values()) == sorted([spare, *(host for host, _ in teams["a"])])
     team = [name for name, each in machines.all.items() if each.host != spare]
-    machines.all[team[1]].call("here")
+    machines.all[team[1]].post("call", words="here")
     assert machines.all[team[0]].await_news(lambda news: news.call) == "here"
     decisions = machines.end_attempt(*team)
     assert decisions[0] == decisions[1] and decisions[0].goes_on and decisions[0].step == 5
