@@ -256,8 +256,9 @@ class Agent:
             logger.warning(f"this machine is left out: {news.left_out[host]}")
             return Cause(Outcome(FAILED, news.left_out[host], final=True), Likelihood.CAUSE, time.time())
         if host in news.spares:
-            purpose = "is a spare: it takes the place of one that is lost" if has_spares else "waits for the others"
-            logger.info(f"this machine {purpose}")
+            logger.info(
+                "this machine " + ("is a spare: it takes the place of one that is lost" if has_spares else "waits")
+            )
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
     def _keep(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
@@ -332,9 +333,9 @@ class Agent:
                 number = decision.restarts
                 job.folder.rows.append_event("restart", step=decision.step, number=number, detection_seconds=detection)
         where = "" if self._group.is_alone else ", on all machines"
-        start = "from the beginning" if decision.step is None else f"from step {decision.step}"
+        start = "the beginning" if decision.step is None else f"step {decision.step}"
         logger.warning(f"failure: {decision.message}")
-        logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
+        logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: from {start}")
 
 
 def network_variables(address: str) -> dict[str, str]:
