@@ -256,9 +256,8 @@ class Agent:
             logger.warning(f"this machine is left out: {news.left_out[host]}")
             return Cause(Outcome(FAILED, news.left_out[host], final=True), Likelihood.CAUSE, time.time())
         if host in news.spares:
-            logger.info(
-                "this machine " + ("is a spare: it takes the place of one that is lost" if has_spares else "waits")
-            )
+            purpose = "is a spare: it takes the place of one that is lost" if has_spares else "waits for the others"
+            logger.info(f"this machine {purpose}")
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
     def _keep(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:

@@ -28,10 +28,8 @@ Message = Mapping[str, Any]
 # How long the first machines of an elastic job wait for others, and all for those that have trained in the attempt
 # before; and how long if too few of them are without a fault.
 _LAST_CALL_SECONDS, _HEALTHY_SECONDS = 5.0, 30.0
-# A stop of the whole job reaches its machines at slightly different times.
-_ASKING_SECONDS = 1.5
-# How long the ranks of all machines may take to notice a hang.
-_NOTICE_SECONDS = 5.0
+# How much later a stop may reach another machine of the job, and its ranks may notice a hang.
+_ASKING_SECONDS, _NOTICE_SECONDS = 1.5, 5.0
 # Between two log lines about machines that have not come yet.
 _WAITING_SECONDS = 20.0
 
