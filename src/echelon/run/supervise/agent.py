@@ -34,6 +34,7 @@ from echelon.planner.hardware.health import examine_health
 from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import MachineReport
+from echelon.run.supervise.board import await_true
 from echelon.run.supervise.coordinator import AttemptNews
 from echelon.run.supervise.decision import AWAITS_VARIABLE, Decision, HostReport, Restarts, Vacancies
 from echelon.run.supervise.hands import Machines, NodeAgent
@@ -136,7 +137,7 @@ class Agent:
 
         meeting = None
         try:
-            meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._fault, self._address)
+            meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._fault)
             return self._run(job, meeting, asked)
         except AgentStopped as error:
             return Outcome(FAILED, f"stopped by {error.name}")
@@ -275,13 +276,18 @@ class Agent:
             keeper = ReplicaSupervisor(job, self._warm, machines, self._group.min_nodes)
             meeting.post("call", words=machines.call)
             return keeper.run()
-        is_over = False
-        while not is_over and (call := meeting.await_news(_find_call)):
-            meeting.check()  # the keeper's machine is the coordinator's
+
+        def is_over() -> bool:
+            meeting.check()  # the keeper's machine is the coordinator's: it may be lost
+            return meeting.now().is_over
+
+        while call := meeting.await_news(_find_call):
             try:
-                is_over = NodeAgent(job, self._warm, call).run()
-            except LaunchError as error:
-                logger.debug(str(error))
+                if NodeAgent(job, self._warm, call).run():
+                    break
+            except LaunchError:
+                if not await_true(is_over, LOST_SECONDS):
+                    raise
             time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 

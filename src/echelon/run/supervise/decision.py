@@ -209,8 +209,7 @@ class _Tally:
         if self.asked and not (group.may_leave and self.num_staying + num_spares >= group.min_nodes):
             stopped = next((report for report in self.reports if report.code == STOPPED), first)
             return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
-        is_stopped = first is not None and first.code == STOPPED and not self.asked
-        return first.outcome if first is not None and is_stopped else None
+        return first.outcome if first is not None and first.code == STOPPED and not self.asked else None
 
     def describe_failure(self) -> Outcome:
         """What failed, with the machines that stopped responding, since those can cause a hang."""

@@ -95,13 +95,10 @@ class Meeting:
     Methods raise torch's DistError when the coordinator is gone.
     """
 
-    def __init__(
-        self, group: HostGroup, name: str, restarts: Restarts, fault: FaultConfig | None = None, address: str = ""
-    ) -> None:
+    def __init__(self, group: HostGroup, name: str, restarts: Restarts, fault: FaultConfig | None = None) -> None:
         """Wait until the coordinator listens, or raise LaunchError.
 
-        `name`: this machine's in messages; `address`: this machine's for the others; `fault` says how the coordinator
-        treats bad machines.
+        `name`: this machine's in messages; `fault` says how the coordinator treats bad machines.
         """
         self.group = group
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"

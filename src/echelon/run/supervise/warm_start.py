@@ -29,13 +29,14 @@ from echelon.run.folder.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 6.0
+"""How long workers may take to exit once one has failed. Longer than `_KILLED_BY_AGENT_SECONDS` in outcome.py."""
+
 # prctl(2): descendants whose parent ends become children of this process.
 _PR_SET_CHILD_SUBREAPER = 36
 # Device files of NVIDIA's, AMD's and Intel's GPUs. A library that has opened one does not survive a fork.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/dxg")
 _LOOK_SECONDS = 0.01
-# How long workers may take to exit once one has failed, as in `workers.py`.
-_PATIENCE_SECONDS = 6.0
 # Libraries start threads as they are imported, which do not survive a fork. A worker sets its own number of threads.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -151,7 +152,7 @@ def end_workers(workers: Sequence[WorkerEnding], folder: RunFolder) -> None:
     if running:
         with suppress(OSError):  # the disk may be full
             write_text(folder.death_path, "a rank has died\n")
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     for worker in running:
         with suppress(subprocess.TimeoutExpired):
             worker.wait(max(0.0, deadline - time.monotonic()))

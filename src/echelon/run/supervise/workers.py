@@ -13,11 +13,9 @@ from echelon.ground.scratch import scratch_folder
 from echelon.ground.stored import write_text
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.outcome import Outcome, ProcessDeath
-from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
+from echelon.run.supervise.warm_start import PATIENCE_SECONDS, StartedWorker, WarmStart, end_workers, start_worker
 
 _LOOK_SECONDS = 0.1
-# How long ranks may take to exit after a peer died. Longer than `_KILLED_BY_AGENT_SECONDS` in outcome.py.
-_PATIENCE_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,10 @@ class LocalRanks:
                 with suppress(OSError):  # the disk may be full
                     write_text(death_path, "a rank has died\n")
             if self.deaths or death_path.exists():
-                ends_at = min(ends_at, time.monotonic() + _PATIENCE_SECONDS)
+                ends_at = min(ends_at, time.monotonic() + PATIENCE_SECONDS)
             if time.monotonic() > ends_at:
                 self.kill()
-            elif not is_told and set(self._running) <= set(self._folder.read_pids()) and leaves():
+            elif not is_told and leaves() and set(self._running) <= set(self._folder.read_pids()):
                 is_told = True
                 for worker in self._running.values():
                     with suppress(ProcessLookupError):

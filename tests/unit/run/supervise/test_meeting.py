@@ -105,7 +105,7 @@ class Machines:
 
     def meet(self, *names, fault=None):
         for name in names:
-            self.all[name] = Meeting(self.group, name, Restarts(3), fault, "127.0.0.1")
+            self.all[name] = Meeting(self.group, name, Restarts(3), fault)
         return [self.all[name] for name in names]
 
     def present(self, *names):
@@ -217,7 +217,7 @@ from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.decision import Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
 from echelon.run.supervise.meeting import Meeting, TorchStore
-meeting = Meeting(parse_group("2+1", sys.argv[1]), "first", Restarts(3), address="127.0.0.1")
+meeting = Meeting(parse_group("2+1", sys.argv[1]), "first", Restarts(3))
 while not meeting.coordinates:
     time.sleep(0.05)
 print(meeting.host, flush=True)

@@ -41,7 +41,7 @@ def test_a_failure_is_told_to_the_others(ranks, folder):
 
 
 def test_a_suspended_rank_is_killed(ranks, folder, monkeypatch):
-    monkeypatch.setattr("echelon.run.supervise.workers._PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("echelon.run.supervise.workers.PATIENCE_SECONDS", 1.0)
     stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     started = ranks(stop, "raise SystemExit(1)")
     started.wait()
@@ -49,7 +49,7 @@ def test_a_suspended_rank_is_killed(ranks, folder, monkeypatch):
 
 
 def test_a_rank_of_another_machine_that_died_ends_these(ranks, folder, monkeypatch):
-    monkeypatch.setattr("echelon.run.supervise.workers._PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("echelon.run.supervise.workers.PATIENCE_SECONDS", 0.5)
     started = ranks("import time; time.sleep(60)")
     folder.death_path.write_text("another machine has lost a rank\n")
     started.wait()
