@@ -35,8 +35,7 @@ from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.replica import Wait
 from echelon.run.lifecycle.view_group import CONNECT_SECONDS, LossWatch, ViewStore, join_board
 from echelon.run.supervise.board import MembershipStore, View, await_true
-from echelon.run.supervise.hands import SILENT_SECONDS
-from echelon.run.supervise.outcome import SAME_FAILURES, is_secondary
+from echelon.run.supervise.outcome import LOST_SECONDS, SAME_FAILURES, is_secondary
 from echelon.run.training.callbacks import build_callbacks
 from echelon.run.training.heartbeat import Heartbeat
 
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 _TRIED = "tried", "plan"
 # How long the keeper may take to notice a death that this rank has met as an error; of a machine, once it is silent.
 # Where the other one has reported an error instead, the keeper ends this rank meanwhile.
-_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 30.0, 2.0, 30.0 + SILENT_SECONDS
+_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 30.0, 2.0, 30.0 + LOST_SECONDS
 
 
 @dataclass
@@ -76,7 +75,7 @@ class KeptRank:
         recipe, _ = load_recipe(self.folder.recipe_path)
         self._transport = choose_transport(self.place, is_gpu_private())
         board, store = join_board()
-        board.mark("ready", self.member)
+        board.tell_ready(self.member)
         number, furthest, num_in_vain = -1, -1, 0
         wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
         while True:
@@ -172,7 +171,7 @@ class RankGroup:
         for device in dist.group.WORLD._device_types:
             dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
         if self._is_spread:
-            limit_silence_of(None, SILENT_SECONDS)
+            limit_silence_of(None, LOST_SECONDS)
 
     @property
     def _is_spread(self) -> bool:

@@ -73,7 +73,7 @@ class ReplicaProcess:
         form_inside(store, start, index, plan.replica_size, self._transport.backend)
         learner = self._build(recipe, plan)
         inside = Inside()
-        board.mark("ready", self.member)
+        board.tell_ready(self.member)
         held, number, num_fruitless = None, -1, 0
         wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
         while True:
@@ -149,7 +149,7 @@ class ReplicaProcess:
         finally:
             wait.end()
         if membership.rank == 0:  # now the keeper can spare any other replica
-            record_changes(self.folder, membership, trainer.state.step, recipe.sync.name)
+            record_changes(self.folder, membership, trainer.state.step, plan.sync.name)
         return trainer
 
     def _runtime(self, rank: int, size: int) -> Runtime:

@@ -32,8 +32,7 @@ from echelon.learn.distributed.mesh import all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
 from echelon.learn.distributed.transport import ON_CPU, Communicator, Transport
 from echelon.run.supervise.board import MembershipStore, View, await_true
-from echelon.run.supervise.hands import SILENT_SECONDS
-from echelon.run.supervise.outcome import is_secondary
+from echelon.run.supervise.outcome import LOST_SECONDS, is_secondary
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ _FORMING = "_new_process_group_helper"
 # A frame of a thread, and the instruction that it is at.
 _Call = tuple[FrameType, int]
 # How long the keeper may take to notice a death that a replica has met as an error; of a machine, once it is silent.
-_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + SILENT_SECONDS
+_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + LOST_SECONDS
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ class ViewMembership(Membership):
         group.enlist(places, store)
         group.be_patient(COLLECTIVE_SECONDS)
         if self.is_spread:
-            limit_silence_of(None, SILENT_SECONDS)
+            limit_silence_of(None, LOST_SECONDS)
         self._groups.append(group)
         return group
 

@@ -34,16 +34,15 @@ from echelon.planner.hardware.health import examine_health
 from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import MachineReport
-from echelon.run.supervise.board import await_true
 from echelon.run.supervise.coordinator import AttemptNews
 from echelon.run.supervise.decision import AWAITS_VARIABLE, Decision, HostReport, Restarts, Vacancies
-from echelon.run.supervise.hands import Machines, NodeAgent
 from echelon.run.supervise.hangs import explain_hang, read_records
-from echelon.run.supervise.meeting import LOST_SECONDS, Meeting
+from echelon.run.supervise.meeting import Meeting
 from echelon.run.supervise.news import AgentStopped, news_shared, stops_forwarded
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
+    LOST_SECONDS,
     Cause,
     Likelihood,
     Outcome,
@@ -54,14 +53,17 @@ from echelon.run.supervise.outcome import (
     is_peer_leaving,
     read_outcomes,
 )
-from echelon.run.supervise.replica_keeper import ReplicaSupervisor
+from echelon.run.supervise.replica_keeper import KeptRanks, ReplicaKeeper
 from echelon.run.supervise.warm_start import WarmStart
 from echelon.run.supervise.workers import LocalRanks, Workers
 
 logger = logging.getLogger(__name__)
 
-# Between the loss of the keeper of a quorum and the next attempt to reach it.
-_REJOIN_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
+
+
+class TakenForLost(Exception):
+    """The others have gone on without this machine, which was silent for too long."""
 
 
 class Agent:
@@ -116,6 +118,8 @@ class Agent:
                 self._group, self._last = group, None
                 try:
                     outcome = self._meet(job, asked)
+                except TakenForLost:
+                    logger.warning("this machine was taken for lost; its processes have ended, and it joins again")
                 except LaunchError:
                     if not self._waits(vacancies, job, asked):
                         raise
@@ -243,12 +247,7 @@ class Agent:
         name = self._group.name or self._address
         meeting.present(MachineReport.of(health, self._missing, self._fault, job.num_processes, name))
 
-        def is_answered(news: AttemptNews) -> bool | None:
-            is_named = news.takes_part(host) or host in news.spares or host in news.left_out
-            return True if is_named or news.is_over else None
-
-        meeting.await_news(is_answered)
-        news, has_spares = meeting.now(), bool(self._group.num_spares)
+        news, has_spares = self._await_answer(meeting), bool(self._group.num_spares)
         if news.takes_part(host):
             if has_spares and meeting.was_spare():
                 logger.info("this machine was a spare, and now takes the place of another one")
@@ -256,40 +255,55 @@ class Agent:
         if host in news.left_out and not meeting.coordinates:
             logger.warning(f"this machine is left out: {news.left_out[host]}")
             return Cause(Outcome(FAILED, news.left_out[host], final=True), Likelihood.CAUSE, time.time())
-        if host in news.spares:
-            purpose = "is a spare: it takes the place of one that is lost" if has_spares else "waits for the others"
-            logger.info(f"this machine {purpose}")
         return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
 
-    def _keep(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
-        """Keep the replicas of a job through an attempt; returns the deaths that have ended it.
+    def _await_answer(self, meeting: Meeting) -> AttemptNews:
+        """Wait for what the coordinator says of this machine; where processes live on, a spare waits for a place."""
+        host = meeting.host
 
-        Of several machines, the coordinator keeps all replicas. Elsewhere the result is a Cause: how it ended is known
-        there, or why it could not begin.
+        def is_answered(news: AttemptNews) -> bool | None:
+            is_named = news.takes_part(host) or host in news.spares or host in news.left_out
+            return True if is_named or news.is_over else None
+
+        meeting.await_news(is_answered)
+        news = meeting.now()
+        if host in news.spares:
+            is_spare = self._group.num_spares
+            purpose = "is a spare: it takes the place of one that is lost" if is_spare else "waits for the others"
+            logger.info(f"this machine {purpose}")
+            if self._group.lives_on:
+                meeting.await_news(lambda news: True if news.takes_part(host) or news.is_over else None)
+        return news
+
+    def _keep(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
+        """Start and end processes as the keeper says through an attempt; returns the deaths that have ended it.
+
+        The coordinator has the keeper. Elsewhere the result is a Cause: how it ended is known there, or why it could
+        not begin. Raises TakenForLost.
         """
-        if self._group.is_alone:
-            return ReplicaSupervisor(job, self._warm).run()
+        keeper = None
         if meeting.coordinates:
             if job.prepare is not None and (ending := job.prepare()) is not None:
                 return Cause(ending, Likelihood.NOTHING if ending.code == DONE else Likelihood.CAUSE, time.time())
-            machines = Machines(self._address, job.num_machines - 1, job.folder.outcomes_dir)
-            keeper = ReplicaSupervisor(job, self._warm, machines, self._group.min_nodes)
-            meeting.post("call", words=machines.call)
-            return keeper.run()
-
-        def is_over() -> bool:
-            meeting.check()  # the keeper's machine is the coordinator's: it may be lost
-            return meeting.now().is_over
-
-        while call := meeting.await_news(_find_call):
-            try:
-                if NodeAgent(job, self._warm, call).run():
-                    break
-            except LaunchError:
-                if not await_true(is_over, LOST_SECONDS):
-                    raise
-            time.sleep(_REJOIN_SECONDS)  # the link may have been down only for a moment
-        return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
+            keeper = ReplicaKeeper(job, meeting, self._address)
+        ranks, is_left = KeptRanks(job, self._warm, meeting), False
+        try:
+            while not (is_left or meeting.now().is_over):
+                if meeting.is_broken or meeting.host in meeting.now().lost:
+                    ranks.kill()  # at once: the others go on without them
+                    meeting.check()
+                    raise TakenForLost
+                ranks.follow(meeting.now())
+                is_left = keeper is not None and keeper.look()
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            if keeper is not None:
+                keeper.close()
+            ranks.end()
+        if keeper is None:
+            return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
+        keeper.await_exits()
+        return keeper.deaths
 
     def _train(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
         """Start this machine's ranks, and wait for their end; returns those that have failed.

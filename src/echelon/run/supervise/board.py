@@ -10,6 +10,7 @@ a wait either has a limit of its own or is watched by the caller.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -117,12 +118,20 @@ class MembershipStore:
         return self.is_over(number) or self.is_published(number + 1)
 
     def mark(self, word: str, member: str) -> None:
-        """Record a word about a replica, such as `ready` to join or that it `trains`, or about a view."""
+        """Record a word about a replica, such as that it `trains`, or about a view."""
         self._store.set(f"{word}/{member}", "")
 
     def is_marked(self, word: str, member: str) -> bool:
         """Whether `mark` was called with the same arguments."""
         return bool(self._store.check([f"{word}/{member}"]))
+
+    def tell_ready(self, member: str) -> None:
+        """Say that this process, by its name, can train."""
+        self._store.set(_ready(member), str(os.getpid()))
+
+    def find_pid(self, member: str) -> int | None:
+        """The pid of a process that has said that it can train; None if it has not."""
+        return int(self._store.get(_ready(member))) if self._store.check([_ready(member)]) else None
 
     def find_changes(self, number: int) -> list[Change]:
         """The replicas that were lost and have joined, up to this view, in changes that nobody has recorded."""
@@ -203,6 +212,10 @@ class MembershipStore:
             if self.is_over(view.number):
                 return False
         raise AssertionError("not reached")
+
+
+def _ready(member: str) -> str:
+    return f"ready/{member}"
 
 
 def await_true(holds: Callable[[], bool], seconds: float) -> bool:

@@ -18,7 +18,7 @@ from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.admission import MachineReport, Problem, Severity, judge
 from echelon.run.supervise.decision import Decision, HostReport, Restarts, decide
 from echelon.run.supervise.hangs import Waiting
-from echelon.run.supervise.outcome import FAILED, REFUSED
+from echelon.run.supervise.outcome import FAILED, REFUSED, Likelihood, RankExit
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,11 @@ class AttemptNews:
         team: the machines that take part, with their numbers of ranks, in the order of the ranks.
         spares: those that wait for the next attempt.
         left_out: why others take no part.
-        call: where the ranks meet, or their keeper, in JSON.
+        call: where the ranks meet, or the store of their keeper, in JSON.
+        members: where processes live on, the one that each rank is to be, and its machine; None: none.
+        exits: how such processes have ended.
+        awaits: whether the others wait for one of them that starts again.
+        lost: the machines that are lost, where the others go on.
         is_dead: whether a machine has lost a rank, or is itself lost.
         meets_again: whether all save, stop and meet again, because a machine joins.
         is_closed: whether it has ended on a machine, so that nobody else begins.
@@ -55,6 +59,10 @@ class AttemptNews:
     spares: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     call: str | None = None
+    members: dict[int, tuple[str, str] | None] = field(default_factory=dict)
+    exits: list[RankExit] = field(default_factory=list)
+    awaits: bool = False
+    lost: set[str] = field(default_factory=set)
     is_dead: bool = False
     meets_again: bool = False
     is_closed: bool = False
@@ -66,18 +74,24 @@ class AttemptNews:
         """Take in one message."""
         if message["kind"] == "answers":
             self.team = [(host, count) for host, count in message["team"]]
-            self.spares += message["spares"]
+            self.spares = [host for host in (*self.spares, *message["spares"]) if not self.takes_part(host)]
             self.left_out |= message["left_out"]
         elif message["kind"] == "call":
             self.call = message["words"]
+        elif message["kind"] == "members":
+            self.members = self.members | {rank: member and tuple(member) for rank, member in message["members"]}
+        elif message["kind"] == "exit":
+            self.exits.append(validator_of(RankExit).validate_python(message["exit"]))
+        elif message["kind"] == "lost":
+            self.lost = self.lost | set(message["hosts"])
         elif message["kind"] == "leave":
             self.leaving.append(message["host"])
         elif message["kind"] == "waiting":
             self.waiting = validator_of(Waiting).validate_python(message["waiting"])
         elif message["kind"] == "decision":
             self.decision = validator_of(Decision).validate_python(message["decision"])
-        elif message["kind"] in ("is_dead", "meets_again", "is_closed"):
-            setattr(self, message["kind"], True)
+        elif message["kind"] in ("is_dead", "meets_again", "is_closed", "awaits"):
+            setattr(self, message["kind"], message.get("is_so", True))
 
     @property
     def is_over(self) -> bool:
@@ -115,6 +129,7 @@ class Coordinator:
     def _begin(self, attempt: int, last: AttemptNews) -> None:
         """Begin an attempt. `last`: the news of the one before."""
         leaving = last.decision.leaving if last.decision is not None else ()
+        self._last_step = last.decision.step if last.decision is not None else None
         self._attempt = attempt
         self._last_spares = last.spares
         self._last_team = {host for host, _ in last.team or ()} - set(leaving)
@@ -124,7 +139,7 @@ class Coordinator:
         self._spares: list[str] = []
         self._left_out = set[str]()
         self._ended: dict[str, HostReport] = {}
-        self._told = set[str]()
+        self._told, self._told_lost = set[str](), set[str]()
         self._waits_of: dict[str, Waiting] = {}
         self._told_waiting = Waiting()
         self._hanging_since: float | None = None
@@ -152,7 +167,7 @@ class Coordinator:
 
     def hosts(self) -> set[str]:
         """The machines that are known in this attempt."""
-        return {*self._reports, *self._spares, *(host for host, _ in self._team)}
+        return {*self._reports, *self._spares, *self._last_team, *(host for host, _ in self._team)}
 
     def awaits_readers(self) -> bool:
         """Whether a machine has not read yet that the job has ended."""
@@ -190,8 +205,11 @@ class Coordinator:
         if host != self._host and set(self._spares) - self._silent:
             self._tell("leave", host=host)
 
-    def _take_call(self, _: str, message: Message) -> None:
-        self._tell("call", words=message["words"])
+    def _take_closing(self, _: str, message: Message) -> None:
+        self._tell_once("is_closed")
+
+    def _relay(self, _: str, message: Message) -> None:
+        self._publish(message)
 
     def _take_death(self, _: str, message: Message) -> None:
         self._tell_once("is_dead")
@@ -201,7 +219,11 @@ class Coordinator:
         "ended": _take_end,
         "waiting": _take_wait,
         "slow": _take_slow,
-        "call": _take_call,
+        "call": _relay,
+        "members": _relay,
+        "exit": _relay,
+        "awaits": _relay,
+        "closing": _take_closing,
         "death": _take_death,
     }
 
@@ -215,10 +237,12 @@ class Coordinator:
             self._admit()
         self._tell_missing()
         self._tell_waiting()
-        if not self._group.lives_on and any(host in silent for host, _ in self._team):
-            self._tell_once("is_dead")
+        if any(host in silent for host, _ in self._team):
+            self._replace_lost() if self._group.lives_on else self._tell_once("is_dead")
         if self._team and self._readers is None and self._has_ended():
             self._decide()
+        elif not self._team and self._readers is None:
+            self._end_short()
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self._publish({"kind": kind, "attempt": self._attempt, **fields})
@@ -271,8 +295,6 @@ class Coordinator:
             return
         if not self._team:
             self._team = self._choose_team(fit)
-        elif group.lives_on:  # the keeper gives it the place of a lost one
-            self._team += [(host, self._reports[host].num_processes) for host in self._waiting if host in fit]
         self._answer(fit, problems)
         if group.is_elastic and self._spares and len(self._team) < group.max_nodes:
             self._tell_once("meets_again")
@@ -304,14 +326,28 @@ class Coordinator:
     def _choose_team(self, fit: Sequence[str]) -> list[tuple[str, int]]:
         """Of the machines that could take part, those that do, in the order of their ranks: the coordinator's first.
 
-        Those that were spares before are so again if possible. Where processes live on, all take part.
+        Those that were spares before are so again if possible.
         """
-        chosen = list(fit)
-        if not self._group.lives_on:
-            chosen.sort(key=lambda host: (host != self._host, host in self._last_spares))
-            del chosen[self._group.max_nodes :]
+        chosen = sorted(fit, key=lambda host: (host != self._host, host in self._last_spares))
+        del chosen[self._group.max_nodes :]
         chosen.sort(key=lambda host: (host != self._host, *in_number_order(self._reports[host].name)))
         return [(host, self._reports[host].num_processes) for host in chosen]
+
+    def _replace_lost(self) -> None:
+        """Where the others go on: say which machines are lost, and give their places to spares."""
+        lost = {host for host, _ in self._team} & self._silent
+        if lost - self._told_lost:
+            self._tell("lost", hosts=sorted(lost - self._told_lost))
+            self._told_lost |= lost
+        ready = [host for host in self._spares if host not in self._silent]
+        if not ready:
+            return
+        for index, (host, count) in enumerate(self._team):
+            if host in lost and ready:
+                logger.info(f"machine {ready[0]} takes the place of {host}")
+                self._team[index] = ready[0], count
+                self._spares.remove(ready.pop(0))
+        self._tell("answers", team=self._team, spares=[], left_out={})
 
     def _answer(self, fit: Sequence[str], problems: Mapping[str, Sequence[Problem]]) -> None:
         """Answer those who wait: the team takes part, the others that could are spares, the rest is left out."""
@@ -370,6 +406,15 @@ class Coordinator:
             asked, num_spares = list(reports), 0
         meets_again = "meets_again" in self._told
         self._end(decide(reports, frozenset(asked), self._group, self._restarts, num_spares, meets_again))
+
+    def _end_short(self) -> None:
+        """End the job if so many machines were lost after the last attempt that too few are left for the next one."""
+        lost, left = self._last_team & self._silent, (self._last_team | self._reports.keys()) - self._silent
+        if lost and len(left) < self._group.min_nodes:
+            reports = {
+                host: HostReport(host, FAILED, "", False, Likelihood.ECHO, 0.0, self._last_step) for host in left
+            }
+            self._end(decide({**reports, **dict.fromkeys(lost)}, frozenset(), self._group, self._restarts))
 
     def _end(self, decision: Decision) -> None:
         self._tell("decision", decision=asdict(decision))

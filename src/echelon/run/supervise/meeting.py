@@ -28,11 +28,9 @@ from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.coordinator import AttemptNews, Coordinator, Message
 from echelon.run.supervise.decision import Decision, HostReport, Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
+from echelon.run.supervise.outcome import LOST_SECONDS
 
 logger = logging.getLogger(__name__)
-
-LOST_SECONDS = 12.0
-"""A machine without a heartbeat for this long is lost."""
 
 _BEAT_SECONDS, _CAMPAIGN_SECONDS = 2.0, 3.0
 _LOOK_SECONDS, _TICK_SECONDS = 0.2, 0.5
@@ -202,6 +200,11 @@ class Meeting:
                 self.check()
                 self._changed.wait(_LOOK_SECONDS)
         return result
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether `check` raises an error."""
+        return self._error is not None
 
     def check(self) -> None:
         """Raise the error of a thread: DistError if the coordinator is gone."""

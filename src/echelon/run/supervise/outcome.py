@@ -30,6 +30,9 @@ SAME_FAILURES = 3
 MACHINE_LOST = -1000
 """The exit code of a process whose machine was lost."""
 
+LOST_SECONDS = 12.0
+"""A machine that is silent for this long is lost: without a heartbeat, or an answer on a connection between ranks."""
+
 # The agent kills a worker that outlives its SIGTERM by this many seconds: such a death is not a cause.
 _KILLED_BY_AGENT_SECONDS = 5.0
 
@@ -91,6 +94,40 @@ class ProcessDeath:
     pid: int
     exit_code: int
     time: float
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a process has ended, as the agent of its machine tells the keeper.
+
+    Attributes:
+        member: the name of the process.
+        host: its machine.
+        outcome: what it has reported; None if it has reported nothing.
+    """
+
+    member: str
+    rank: int
+    pid: int
+    code: int
+    time: float
+    host: str
+    outcome: RankOutcome | None = None
+
+    @property
+    def death(self) -> ProcessDeath:
+        """The end of the process, as the agent saw it."""
+        return ProcessDeath(self.rank, self.pid, self.code, self.time)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended in another way than a rank that is done, stopped or refused."""
+        return self.code != 0 or self.outcome is None
+
+    @property
+    def error(self) -> RankOutcome | None:
+        """Its report of a failure; None if it has reported none."""
+        return self.outcome if self.outcome is not None and self.outcome.code == FAILED else None
 
 
 def is_secondary(error: BaseException) -> bool:

@@ -161,9 +161,19 @@ def test_a_spare_takes_the_place_of_a_bad_machine():
 
 def test_a_machine_that_replaces_a_lost_one_of_a_quorum_takes_part():
     group = Group("2+1", lives_on=True)
-    for host in "abc":
+    for host in "ab":
         group.come(host)
-    assert group.look_until_answered() == {"a": True, "b": True, "c": True}
+    assert group.look_until_answered() == {"a": True, "b": True}
+    group.come("c")
+    assert group.now.spares == ["c"]
+    group.silent.add("b")
+    group.coordinator.look(frozenset("b"))
+    assert group.now.lost == {"b"} and group.look_until_answered() == {"a": True, "c": True}
+    group.silent.add("c")
+    group.coordinator.look(frozenset("bc"))
+    group.come("d")
+    group.coordinator.look(frozenset("bc"))
+    assert group.now.lost == {"b", "c"} and group.now.team == [("a", 1), ("d", 1)]
 
 
 def test_a_bad_first_machine_waits_for_others():
@@ -208,6 +218,20 @@ def test_a_silent_machine_ends_the_attempt_of_all():
     assert group.now.is_dead
     group.end_attempt("a", "c")
     assert group.news[0].decision.message == "1 of 3 machines stopped responding: b"
+
+
+def test_a_machine_that_is_lost_between_two_attempts_ends_the_job_that_needs_it():
+    group = Group("2")
+    for host in "ab":
+        group.come(host)
+    group.end_attempt("a", "b")
+    group.come("a")
+    assert group.now.decision is None and group.coordinator.hosts() == {"a", "b"}
+    group.silent.add("b")
+    group.coordinator.look(frozenset("b"))
+    ending = group.now.decision
+    assert not ending.goes_on and ending.is_short and ending.message == "1 of 2 machines stopped responding: b"
+    assert "the same command resumes from step 0" in ending.advice
 
 
 def test_a_slow_machine_leaves_only_for_a_spare():
