@@ -25,7 +25,7 @@ from lost_processes import ROOT, Run
 from measuring import describe_machine, measure_rows
 
 STEPS, KILL_AT, TOLERANCE = {"full": 300, "tiny": 60}, 30, 1e-3
-QUORUM = ["parallel=ddp", "sync.name=quorum", "sync.replicas=2"]
+QUORUM = ["parallel=ddp", "fault.on_lost_process=continue", "sync.replicas=2"]
 REPLACE = ["fault.on_lost_process=replace", "checkpoint.snapshot_every_steps=10"]
 SIDES = {
     "quorum": ("ddp", [*QUORUM, "sync.min_replicas=2"]),

@@ -1,4 +1,4 @@
-"""What a quorum costs in a step while nothing is lost, beside the same plan with the `sync.name` every_step.
+"""What a quorum costs in a step while nothing is lost, beside the same plan whose processes start again.
 
     python benchmarks/quorum_cost.py [--rounds 5] [--before SRC]
 
@@ -37,7 +37,7 @@ SIZES = {
     ],
 }  # fmt: skip
 WARMUP = 10
-QUORUM = "sync={name: quorum, replicas: 2}"
+QUORUM = "fault.on_lost_process=continue"
 PLANS = {
     "ddp, 2 processes": (2, ["parallel=ddp"], ["parallel=ddp", QUORUM]),
     "fsdp, 2 x 2 processes": (4, ["parallel={dp_replicate: 2, dp_shard: 2}"], ["parallel=fsdp", QUORUM]),

@@ -165,7 +165,7 @@ def test_a_breakpoint_without_a_terminal_says_how_to_stop_there(echelon, folder)
         (["--rank", "1"], "--rank 1 is the rank that --here runs in this terminal; add --here."),
         (["--here", "--nproc", "2", "--rank", "2"], "--rank 2: this job has the ranks 0 to 1"),
         (["--here", "--nodes", "2", "--rendezvous", "a:1"], "--here starts the other ranks itself, on this machine"),
-        (["--here", "sync={name: quorum}"], "--here does not work with sync.name=quorum"),
+        (["--here", "fault.on_lost_process=continue"], "--here does not work with fault.on_lost_process=continue"),
     ],
 )
 def test_what_cannot_run_here_is_refused(echelon, folder, arguments, message):

@@ -136,7 +136,7 @@ def test_a_stopped_loop_saves_and_resumes(folder):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("sync={name: quorum}", "sync.name=quorum: train.loop=loops:smallest replaces echelon's usual loop"),
+        ("sync={name: diloco}", "sync.name=diloco: train.loop=loops:smallest replaces echelon's usual loop"),
         ("sync={name: parameter_server}", "sync.name=parameter_server: train.loop=loops:smallest replaces echelon's"),
         ("engine=horovod", "engine=horovod: train.loop=loops:smallest replaces echelon's usual loop"),
         ("fault.on_bad_step=rollback", "use fault.on_bad_step=stop or skip, or remove train.loop"),

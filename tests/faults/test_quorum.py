@@ -32,7 +32,7 @@ class Job(Struck):
     """A run of some replicas, in a folder, and what a test does to it."""
 
     def __init__(self, folder, steps, replicas=3, sync=None, size=1, parallel="ddp", **sections):
-        """`sync`: the section; by default a quorum of the replicas. Other sections are changed by their keys.
+        """`sync`: the section; without a name, the others train on without a lost replica. Others are changed by keys.
 
         `size`: the processes of a replica; `parallel`: its plan.
         """
@@ -46,11 +46,12 @@ class Job(Struck):
             "eval_every": 15,
             **sections.pop("train", {}),
         }
+        lost = {} if "name" in (sync or {}) else {"on_lost_process": "continue"}
         write_recipe(
             folder, model={"config": sections.pop("model", MODEL)}, train=train, parallel=parallel,
             checkpoint={"every": 20, **sections.pop("checkpoint", {})},
-            sync=sync or {"name": "quorum", "replicas": replicas},
-            fault={"verify_replicas_every": 5, "hang_seconds": 120, **sections.pop("fault", {})}, **sections,
+            sync=sync or {"replicas": replicas},
+            fault={"verify_replicas_every": 5, "hang_seconds": 120, **lost, **sections.pop("fault", {})}, **sections,
         )  # fmt: skip
         self.process = None
 
@@ -202,7 +203,7 @@ def test_a_signal_stops_it_while_a_replica_is_lost_and_it_resumes(tmp_path, sync
 
 @pytest.mark.slow
 def test_below_min_replicas_the_others_wait(tmp_path):
-    job = Job(tmp_path, 60, sync={"name": "quorum", "replicas": 3, "min_replicas": 3}).begin()
+    job = Job(tmp_path, 60, sync={"replicas": 3, "min_replicas": 3}).begin()
     job.until(lambda: job.last_step() >= 10)
     job.strike(1)
     job.end()
@@ -214,7 +215,7 @@ def test_below_min_replicas_the_others_wait(tmp_path):
 
 @pytest.mark.slow
 def test_waiting_for_a_replica_that_starts_slowly_is_no_hang(tmp_path):
-    sync = {"name": "quorum", "replicas": 3, "min_replicas": 3}
+    sync = {"replicas": 3, "min_replicas": 3}
     job = Job(tmp_path, 60, sync=sync, fault={"hang_seconds": 5}).begin()
     job.until(lambda: job.last_step() >= 10)
     lost = job.run.read_pids()[1]

@@ -21,7 +21,7 @@ from tests.faults.test_quorum import (
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("marked")]
 
 STEPS = 60
-WAITING = {"name": "quorum", "replicas": 2, "min_replicas": 2}  # the others wait for a lost replica
+WAITING = {"replicas": 2, "min_replicas": 2}  # the others wait for a lost replica
 LORA = {"method": "lora", "r": 4}
 LLAMA = RECIPE["model"]["config"]  # it can be divided by tensor parallelism
 PLANS = {

@@ -189,7 +189,7 @@ def test_a_stop_is_obeyed(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("sync={name: quorum, replicas: 2}", "sync.name=quorum"), ("engine=deepspeed", "engine=deepspeed")],
+    [("sync={name: parameter_server}", "sync.name=parameter_server"), ("engine=deepspeed", "engine=deepspeed")],
 )
 def test_refused_with(tmp_path, setting, words):
     RankJob(tmp_path, 2, "ddp", checkpoint={"snapshot_every_steps": None})

@@ -46,7 +46,8 @@ class Job:
             self.folder, model={"config": MODEL}, parallel=parallel, checkpoint={"every": 20},
             train={"steps": steps, "global_batch_size": 12, "log_every": 500, "eval_every": 40},
             optim={"learning_rate": rate},  # so that rounding does not grow over some hundred steps
-            sync={"name": "quorum", "replicas": len(network) - spares, **sync}, fault={"hang_seconds": 120},
+            sync={"replicas": len(network) - spares, **sync},
+            fault={"hang_seconds": 120, "on_lost_process": "continue"},
         )  # fmt: skip
         self.case = f"quorum, {parallel}"
         self.agents, self.losses = {}, {}

@@ -272,7 +272,7 @@ def test_elastic_job_continues_when_a_machine_is_lost(desk):
     assert [row["step"] for row in desk.rows()] == list(range(1, 801))
 
 
-LIVING = {"sync={name: quorum, replicas: 2}": "replica_lost", "fault.on_lost_process=replace": "process_lost"}
+LIVING = {"fault.on_lost_process=continue": "replica_lost", "fault.on_lost_process=replace": "process_lost"}
 
 
 @pytest.mark.parametrize("key", LIVING)
@@ -291,7 +291,7 @@ def test_the_others_live_on_when_a_process_is_lost(desk, key):
 
 
 def test_a_quorum_goes_on_without_a_machine(desk):
-    quorum = "sync={name: quorum, replicas: 2}"
+    quorum = "fault.on_lost_process=continue"
     name, number = desk.launch("launch.nodes=2", "launch.slurm.options.cpus-per-task=1", quorum, *LONG)
     desk.await_step(20)
     [lost] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]

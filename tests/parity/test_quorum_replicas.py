@@ -23,7 +23,8 @@ from tests.parity.training import (
 STEPS = 6
 RANKS = 4
 DAMAGED, NEW, WHOLE, OTHER = range(RANKS)
-ROW = Row("ddp", changes={"sync": {"name": "quorum", "replicas": RANKS}}, ranks=RANKS, micro_batch=1)
+CONTINUE = {"on_lost_process": "continue"}
+ROW = Row("ddp", changes={"sync": {"replicas": RANKS}, "fault": CONTINUE}, ranks=RANKS, micro_batch=1)
 
 
 def heal_rank(rank, world_size, path, plan):
@@ -83,7 +84,7 @@ def test_every_replica_gets_the_state_of_the_one_that_is_furthest(quorum):
 
 @pytest.mark.parametrize("parallel", ["fsdp", {"tp": 2}, {"pp": 2}], ids=["fsdp", "tp", "pp"])
 def test_replicas_of_two_processes_compute_what_one_process_does(workers, text, tmp_path, parallel):
-    changes = {"sync": {"name": "quorum", "replicas": 2}}
+    changes = {"sync": {"replicas": 2}, "fault": CONTINUE}
     row = Row(parallel, changes=changes, ranks=RANKS, micro_batch=1)
     rows = train(workers, row, tmp_path / "quorum", text, STEPS)
     expected = train(workers, Row("ddp"), tmp_path / "alone", text, STEPS)

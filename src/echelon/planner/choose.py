@@ -40,15 +40,13 @@ from echelon.planner.replica_costs import describe_traffic
 from echelon.planner.replica_limits import (
     ANYWHERE,
     check_compression,
-    check_replicas,
     compressed_precision,
     describe_unproven,
     holds_snapshots,
-    join_quorum,
     join_servers,
 )
 from echelon.planner.time import estimate_time
-from echelon.recipe.synchronization import PARAMETER_SERVER, QUORUM
+from echelon.recipe.synchronization import CONTINUES, PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
@@ -196,7 +194,6 @@ def resolve_plan(
         plan, plan_why = _build_requested(request, _check_layout(request, recipe.parallel))
     plan_why += [line for axis in AXES for line in axis.describe(shape, plan)]
     check_compression(plan)
-    check_replicas(plan)
     check_engine(recipe, plan)
     plan_why += [*describe_traffic(shape, plan, count_held(shape, plan)), *describe_rollout(plan, shape, kind)]
     plan_why += describe_unproven(recipe, cluster)
@@ -294,7 +291,7 @@ def _auto_layouts(request: _Request) -> list[ParallelPlan]:
     cluster, precision = request.replica, request.precision
     casts = cluster.kind == "cuda" and precision.compute != precision.param and request.adapter is None
     sync = request.recipe.sync
-    if sync.name == PARAMETER_SERVER or (sync.replicas == 1 and sync.compress.method not in ANYWHERE):
+    if sync.name == PARAMETER_SERVER or (request.recipe.num_replicas == 1 and sync.compress.method not in ANYWHERE):
         names = ["ddp"]  # other strategies send no whole gradients
     elif cluster.num_devices == 1:
         names = ["zero1", "zero2", "fsdp"] if casts else ["ddp"]
@@ -309,11 +306,9 @@ def _auto_layouts(request: _Request) -> list[ParallelPlan]:
 def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
     """The layout of every replica."""
     layout = build_layout(parallel, request.replica, request.shape, request.recipe.data.sequence_len)
-    if request.recipe.sync.name == QUORUM:
-        return join_quorum(layout, request.recipe)
     if request.recipe.sync.name == PARAMETER_SERVER:
         return join_servers(layout, request.recipe, request.cluster)
-    return replace(layout, num_replicas=request.recipe.sync.replicas)
+    return replace(layout, num_replicas=request.recipe.num_replicas)
 
 
 def _check_layout(request: _Request, parallel: "str | ParallelConfig") -> ParallelPlan:
@@ -440,12 +435,13 @@ def _build_plan(
     request: _Request, layout: ParallelPlan, kept: KeptActivations, micro_batch_size: int, num_microbatches: int
 ) -> ParallelPlan:
     teacher_parameters, teacher_hidden_size = count_teacher(request.recipe)
+    sync = build_sync_plan(request.recipe.sync)
     plan = replace(
         layout,
         engine=request.recipe.engine,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
-        sync=build_sync_plan(request.recipe.sync),
+        sync=replace(sync, name=QUORUM) if request.recipe.goes_on == CONTINUES else sync,
         num_fill=layout.num_readers * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.row.answers != "pairs" else 2,
         keeps_reference=request.recipe.objective.needs_reference and not request.recipe.adapter.is_adapter,

@@ -40,7 +40,7 @@ DIVIDED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepsee
 
 def find_replica(recipe: "Recipe", cluster: Cluster) -> Cluster:
     """The part of a cluster that one replica has. Raises PlanError, with numbers that fit, if they do not divide it."""
-    replicas, count = recipe.sync.replicas, cluster.num_devices
+    replicas, count = recipe.num_replicas, cluster.num_devices
     if count % replicas:
         fits = join_words([str(n) for n in (count // replicas * replicas, (count // replicas + 1) * replicas) if n])
         others = [str(n) for n in nearest(divisors(count), replicas) if n > 1]
@@ -238,7 +238,7 @@ def _can_divide(recipe: "Recipe", shape: ModelShape) -> bool:
     the user's own and an attention that the recipe names work with some of them at most.
     """
     sync, model = recipe.sync, recipe.model
-    agrees_exactly = sync.name == EVERY_STEP and sync.replicas == 1 and sync.compress.method == "none"
+    agrees_exactly = sync.name == EVERY_STEP and recipe.num_replicas == 1 and sync.compress.method == "none"
     is_usual = recipe.engine == NATIVE and recipe.objective.name == "causal_lm" and not recipe.adapter.is_adapter
     is_known = (
         shape.model_type in {*FAMILIES, *DIVIDED} and not model.trust_remote_code and model.attn_implementation is None

@@ -102,7 +102,7 @@ class AdapterPlan:
 class SyncPlan:
     """How replicas agree: the section `sync` of the recipe, whose keys have the same names and meaning."""
 
-    name: SynchronizerName = EVERY_STEP
+    name: SynchronizerName | Literal["quorum"] = EVERY_STEP
     every: Count = 1
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
-from echelon.recipe.synchronization import APART, PARAMETER_SERVER, QUORUM
+from echelon.recipe.synchronization import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
@@ -38,25 +38,6 @@ def compressed_precision(precision: Precision, plan: ParallelPlan) -> Precision:
     return replace(precision, reduce="bfloat16") if reduces else precision
 
 
-def check_replicas(plan: ParallelPlan) -> None:
-    """Raise PlanError for replicas whose weights are in host memory, ConfigError for servers with fp16."""
-    if plan.sync.name == PARAMETER_SERVER and plan.precision.compute == "float16":
-        raise ConfigError(
-            f"sync.name={PARAMETER_SERVER} does not work with train.precision=fp16, whose loss scale each process "
-            "would change on its own; use train.precision=bf16 or fp32."
-        )
-    if plan.sync.name in APART and plan.cpu_offload:
-        raise PlanError(
-            f"sync.name={plan.sync.name} keeps the agreed weights on the device, and parallel.cpu_offload=true has the "
-            "others in host memory; omit cpu_offload, or use sync.name: every_step."
-        )
-
-
-def join_quorum(layout: ParallelPlan, recipe: "Recipe") -> ParallelPlan:
-    """The layout of all replicas of a quorum, from that of one: each holds a copy of the model, divided as it likes."""
-    return replace(layout, num_replicas=recipe.sync.replicas)
-
-
 def join_servers(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> ParallelPlan:
     """The layout of all workers of parameter servers: each is a process with a whole copy of the model.
 
@@ -81,11 +62,10 @@ def join_servers(layout: ParallelPlan, recipe: "Recipe", cluster: Cluster) -> Pa
     return replace(layout, dp_replicate=1, num_replicas=count)
 
 
-def name_living_on(recipe: "Recipe") -> tuple[str, str] | None:
-    """The key by which processes live on when one is lost, and the key without that; None if they do not."""
-    if recipe.fault.on_lost_process == "replace":
-        return "fault.on_lost_process=replace", "fault.on_lost_process: restart"
-    return (f"sync.name={QUORUM}", "sync.name: every_step") if recipe.sync.name == QUORUM else None
+def name_living_on(recipe: "Recipe") -> str | None:
+    """The key by which processes live on when one is lost; None if all start again."""
+    value = recipe.fault.on_lost_process
+    return None if value == "restart" else f"fault.on_lost_process={value}"
 
 
 def holds_snapshots(recipe: "Recipe") -> bool:
@@ -97,10 +77,10 @@ def refuse_living_on(recipe: "Recipe") -> None:
     """Raise ConfigError if processes shall live on when one is lost, where other launchers start them."""
     if (named := name_living_on(recipe)) is not None:
         raise ConfigError(
-            f"{named[0]} works only if echelon train starts all processes, on one machine or as the agent of "
+            f"{named} works only if echelon train starts all processes, on one machine or as the agent of "
             "each (--nodes): other launchers end all processes when one is lost. Start it without a launcher, or by "
             "echelon launch --to torchrun, slurm, or kubernetes as a PyTorchJob of several machines, or use "
-            f"{named[1]}."
+            "fault.on_lost_process: restart."
         )
 
 
@@ -109,8 +89,8 @@ def describe_unproven(recipe: "Recipe", cluster: Cluster) -> list[str]:
     if (named := name_living_on(recipe)) is None or cluster.kind != "cuda":
         return []
     return [
-        f"{named[0]} has not been tested on a machine with several GPUs; {named[1]} restarts from the newest "
-        "checkpoint instead"
+        f"{named} has not been tested on a machine with several GPUs; fault.on_lost_process: restart restarts from "
+        "the newest checkpoint instead"
     ]
 
 

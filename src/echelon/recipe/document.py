@@ -31,7 +31,7 @@ from echelon.recipe.refusals import find_limited
 from echelon.recipe.rollout import Rewards, RolloutConfig
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import OpenSection, PathOrName, name_or_mapping, read_epochs, rule
-from echelon.recipe.synchronization import KEPT, QUORUM, SyncConfig
+from echelon.recipe.synchronization import APART, CONTINUES, EVERY_STEP, PARAMETER_SERVER, SyncConfig
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
 from echelon.recipe.yaml_text import render_yaml
 
@@ -58,6 +58,7 @@ def _name_objectives(is_meant: Callable[[ObjectiveRow], bool]) -> tuple[str, ...
 _OTHER_LOOP = (
     Limit("engine", (NATIVE,), "replaces echelon's usual loop, and other engines run only that one"),
     Limit("sync.name", ("every_step",), "replaces echelon's usual loop, and only that one synchronizes otherwise"),
+    Limit("fault.on_lost_process", ("restart", "replace"), "replaces echelon's usual loop, and only that one goes on"),
     Limit("fault.on_bad_step", ("stop", "skip"), "replaces echelon's usual loop by one that echelon cannot rewind"),
     Limit("fault.spike_factor", (None,), "replaces echelon's usual loop by one that applies a step before its record"),
 )
@@ -100,10 +101,16 @@ LIMITS = (
         Limit("adapter.method", ("full",), "has no adapter"),
         Limit("engine", (NATIVE,), "takes the weights of the native engine"),
     ), "use rollout.sampler=native"),
-    Case("sync.name", (QUORUM,), (
+    Case("fault.on_lost_process", ("continue",), (
         Limit("checkpoint.snapshot_every_steps", (None,), "has what a snapshot would hold in the other replicas"),
+        Limit("sync.name", (EVERY_STEP,), "is for replicas that agree in every step; parameter servers go on anyway"),
+        Limit("sync.compress.method", ("none",), "sends whole gradients"),
     )),
-    Case("sync.name", KEPT, (Limit("fault.on_lost_process", ("restart",), "goes on without a lost process"),)),
+    Case("sync.name", (PARAMETER_SERVER,), (
+        Limit("fault.on_lost_process", ("restart",), "goes on anyway"),
+        Limit("train.precision", ("auto", "fp32", "bf16"), "would change a loss scale in each process alone"),
+    )),
+    Case("sync.name", APART, (Limit("parallel.cpu_offload", (False,), "keeps the agreed weights on the device"),)),
     Case("data.stream", (), (
         Limit("objective.top_k", (None,), "reads text as it trains, and a teacher's predictions are prepared before"),
         Limit("tokenizer.train", (None,), "reads text as it trains, and a tokenizer is trained before: name one, for "
@@ -170,6 +177,18 @@ class Recipe(OpenSection):
         return render_yaml(redact(self.model_dump(mode="json", by_alias=True, exclude_unset=True))).rstrip()
 
     __str__ = __repr__
+
+    @property
+    def goes_on(self) -> str | None:
+        """The key with its value because of which a process may be lost while others train on; None if it may not."""
+        if self.sync.name == PARAMETER_SERVER:
+            return f"sync.name={PARAMETER_SERVER}"
+        return CONTINUES if self.fault.on_lost_process == "continue" else None
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas of a plan."""
+        return max(2, self.sync.replicas) if self.goes_on == CONTINUES else self.sync.replicas
 
     @rule
     def _engine_can_run_it(self) -> None:

@@ -159,6 +159,7 @@ FORMER: dict[str, Successor] = {
     **_TABLE["replaced"],
     "checkpoint.saves_per_epoch": lambda times: {"checkpoint.every": f"1/{times} epochs"},
     "train.evals_per_epoch": lambda times: {"train.eval_every": f"1/{times} epochs"},
+    "sync.name": lambda name: {"fault.on_lost_process": "continue"} if name == "quorum" else None,
     "parallel.placement": lambda name: {"parallel.order": _ORDERS.get(name, name)},
     "wandb.project": lambda name: {} if name == "echelon" else {"launch.env.WANDB_PROJECT": name},
     "horovod.fusion_threshold_mb": lambda mb: {"launch.env.HOROVOD_FUSION_THRESHOLD": f"{mb * 2.0**20:.0f}"},

@@ -20,7 +20,7 @@ class OnlyWith:
         key: the other key, dotted.
         values: those that give it an effect, with OWN for code from outside echelon. None: all that are set.
         why: completes the sentence "... has no effect with KEY=VALUE, ...".
-        also: a further key that gives it an effect if it is set.
+        also: a further key that gives it an effect if it is set, or has a value: KEY=VALUE.
     """
 
     key: str

@@ -188,14 +188,15 @@ REWARD_MODEL = "model"
 class OneOf:
     """Marks a text of a recipe that is one of these names, or `package.module:Name` for code outside echelon."""
 
-    def __init__(self, *names: Collection[str], outside: bool = True) -> None:
-        """`outside`: whether `package.module:Name` is one."""
-        self._names, self._outside = names, outside
+    def __init__(self, *names: Collection[str], outside: bool = True, hidden: Collection[str] = ()) -> None:
+        """`outside`: whether `package.module:Name` is one. `hidden`: names of parts that another key chooses."""
+        self._names, self._outside, self._hidden = names, outside, hidden
 
     @property
     def own(self) -> list[str]:
         """Echelon's own names, which are the same on every machine."""
-        return [name for part in self._names for name in (part.own if isinstance(part, Plugins) else part)]
+        names = chain(*(part.own if isinstance(part, Plugins) else part for part in self._names))
+        return [name for name in names if name not in self._hidden]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -206,9 +207,10 @@ class OneOf:
         return named if not self._outside else {"anyOf": [named, outside]} if self.own else outside
 
     def _check(self, name: str) -> str:
-        if any(name in names for names in self._names) or (self._outside and EXTENSION.fullmatch(name)):
+        names = [part for part in chain(*self._names) if part not in self._hidden]
+        if name in names or (self._outside and EXTENSION.fullmatch(name)):
             return name
-        *known, last = [*chain(*self._names), *(["package.module:Name"] if self._outside else [])]
+        *known, last = [*names, *(["package.module:Name"] if self._outside else [])]
         raise PydanticCustomError("name", f"{', '.join(known)} or {last}" if known else last)
 
 
@@ -217,7 +219,7 @@ FormatName = Annotated[str, OneOf(["auto", *FORMATS, *RECORD_FORMATS])]
 Target = Annotated[str, OneOf(LAUNCHERS, outside=False)]
 Tracker = Annotated[str, OneOf(TRACKERS, outside=False)]
 SamplerName = Annotated[str, OneOf(["native"], SAMPLERS, outside=False)]
-SynchronizerName = Annotated[str, OneOf(SYNCHRONIZERS)]
+SynchronizerName = Annotated[str, OneOf(SYNCHRONIZERS, hidden=("quorum",))]
 ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
 RewardName = Annotated[str, OneOf(REWARDS, [REWARD_MODEL])]
 EnvironmentName = Annotated[str, OneOf(ENVIRONMENTS)]

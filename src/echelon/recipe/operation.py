@@ -144,10 +144,10 @@ class FaultConfig(Section):
         description="Reaction to a process that is persistently slower than the others. `stop` also ends the run with "
         "a checkpoint. `replace`: a spare machine of `--nodes N+SPARES` takes the place of its machine.",
     )
-    on_lost_process: Literal["restart", "replace"] = Field(
+    on_lost_process: Literal["restart", "replace", "continue"] = Field(
         "restart",
-        description="Reaction to the loss of a process: all start again, or (`replace`) a new one takes its place "
-        "while the others keep what they have in memory.",
+        description="Reaction to the loss of a process: all start again; a new one takes its place while the others "
+        "keep their memory (`replace`); or the other replicas (`sync.replicas`) train on (`continue`).",
     )
     max_restarts: CountOrZero = Field(
         3, description="Maximum number of restarts of failed processes, each from the newest checkpoint."

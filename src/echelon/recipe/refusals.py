@@ -28,9 +28,11 @@ def find_useless(section: BaseModel, around: str, recipe: BaseModel | None = Non
     """
     whole, start = (section, around) if recipe is None else (recipe, "")
     for name, only in _list_marks(type(section)):
-        if only.key.startswith(around) == (recipe is None) and _is_set(section, name):
+        is_inner = only.key.startswith(around) and only.also.startswith(around if only.also else "")
+        if is_inner == (recipe is None) and _is_set(section, name):
             key = only.key.removeprefix(start)
-            if not _holds(whole, key, only.values) and not (only.also and _is_set(whole, only.also)):
+            also, _, value = only.also.partition("=")
+            if not _holds(whole, key, only.values) and not (also and _holds(whole, also, (value,) if value else ())):
                 yield _explain_useless(around + name, getattr(section, name), only, _read(whole, key))
 
 

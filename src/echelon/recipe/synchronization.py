@@ -13,19 +13,19 @@ CompressMethod = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "ra
 
 Aggregate = Literal["weighted", "mean", "sum"]
 
-EVERY_STEP, QUORUM, PARAMETER_SERVER = "every_step", "quorum", "parameter_server"
+EVERY_STEP, PARAMETER_SERVER = "every_step", "parameter_server"
 APART = ("local_sgd", "diloco")
-KEPT = (QUORUM, PARAMETER_SERVER)
-"""Those under which a process may be lost while the others train on."""
+QUORUM = "quorum"
+"""In a plan: `every_step` with `fault.on_lost_process: continue`, under which the replicas that are there agree."""
 _METHODS: dict[str, tuple[CompressMethod, ...]] = {
     EVERY_STEP: ("none", "bf16", "fp16", "powersgd", "topk", "randomk", "sign"),
     "local_sgd": ("none", "bf16", "int8"),
     "diloco": ("none", "bf16", "int8"),
-    QUORUM: ("none",),
     PARAMETER_SERVER: ("none", "bf16", "fp16", "int8", "topk"),
 }
 _APART = OnlyWith("sync.name", (*APART, OWN))
 _SERVED = OnlyWith("sync.name", (PARAMETER_SERVER, OWN))
+CONTINUES = "fault.on_lost_process=continue"
 _STALE = OnlyWith("sync.max_staleness", why="where no gradient is of older weights")
 
 
@@ -71,13 +71,13 @@ class SyncConfig(Section):
         EVERY_STEP,
         description="`every_step` reduces gradients in every step, which is exact. `local_sgd` and `diloco`: replicas "
         "train separately for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or "
-        "as the gradient of an outer optimizer (`diloco`). `quorum` is `every_step` between replicas, of which any "
-        "may be lost and return while the others train on. With `parameter_server` the first processes own the "
-        "weights and step them, with the gradients that all processes push to them.",
+        "as the gradient of an outer optimizer (`diloco`). With `parameter_server` the first processes own the "
+        "weights and step them, with the gradients that all processes push to them; the loss of another one does not "
+        "stop the rest.",
     )
-    replicas: Annotated[Count, OnlyWith("sync.name", (*APART, QUORUM, OWN))] = Field(
-        default_factory=_default(1, local_sgd=2, diloco=2, quorum=2),
-        description="the replicas; they divide the processes. Default: 2.",
+    replicas: Annotated[Count, OnlyWith("sync.name", (*APART, OWN), also=CONTINUES)] = Field(
+        default_factory=_default(1, local_sgd=2, diloco=2),
+        description="the replicas, at least 2; they divide the processes. Default: 2.",
     )
     every: Annotated[Count, _APART] = Field(
         default_factory=_default(1, local_sgd=30, diloco=30), description="steps between synchronizations. Default: 30."
@@ -92,7 +92,7 @@ class SyncConfig(Section):
     overlap: Annotated[Flag, _APART] = Field(
         False, description="outer gradients are sent during the next step, and applied one step late."
     )
-    min_replicas: Annotated[Count, OnlyWith("sync.name", (QUORUM, OWN))] = Field(
+    min_replicas: Annotated[Count, OnlyWith("fault.on_lost_process", ("continue",))] = Field(
         1, description="with fewer replicas than this the others wait until lost ones have returned."
     )
     servers: Annotated[Count, _SERVED] = Field(
@@ -122,7 +122,7 @@ class SyncConfig(Section):
     def is_exact(self) -> bool:
         """Whether the losses are those of a single process, up to rounding; unknown synchronizers are not."""
         is_served = self.name == PARAMETER_SERVER and (self.aggregate, self.max_staleness) == ("weighted", 0)
-        return (is_served or self.name in (EVERY_STEP, QUORUM)) and self.compress.method == "none"
+        return (is_served or self.name == EVERY_STEP) and self.compress.method == "none"
 
     @property
     def num_essential(self) -> int:
@@ -131,15 +131,15 @@ class SyncConfig(Section):
 
     @rule
     def _enough_replicas_exist(self) -> None:
-        if self.min_replicas > self.replicas:
+        if self.min_replicas > (count := max(2, self.replicas)):
             raise ValueError(
-                f"sync.min_replicas={self.min_replicas} is more than sync.replicas={self.replicas}, so after a "
-                f"loss the others would wait forever; use at most {self.replicas}."
+                f"sync.min_replicas={self.min_replicas} is more than sync.replicas={count}, so after a "
+                f"loss the others would wait forever; use at most {count}."
             )
 
     @rule
     def _an_agreement_needs_two(self) -> None:
-        if self.name in (*APART, QUORUM) and self.replicas == 1:
+        if self.name in APART and self.replicas == 1:
             raise ValueError(
                 f"sync.replicas=1: sync.name={self.name} synchronizes at least two replicas; use 2 or more, or "
                 "sync.name: every_step."

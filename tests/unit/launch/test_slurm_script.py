@@ -203,7 +203,7 @@ def test_gpus_and_memory_are_requested_once(make):
         SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.options.mem=1G"))
 
 
-@pytest.mark.parametrize("key", ["sync={name: quorum, replicas: 2}", "fault.on_lost_process=replace"])
+@pytest.mark.parametrize("key", ["fault.on_lost_process=continue", "fault.on_lost_process=replace"])
 def test_a_job_whose_processes_live_on_outlives_a_machine(make, key):
     """srun's default ends the step when a machine is lost, and the agents meet where all of them know of."""
     rendered = SlurmLauncher().render(make("launch.nodes=2", key))

@@ -99,7 +99,7 @@ def test_a_config_that_contradicts_the_recipe_is_refused_by_key(tmp_path, config
         (["parallel={ep: 2}"], "parallel.ep=2: engine=deepspeed"),
         (["parallel={cpu_offload: true}"], "engine=deepspeed offloads by deepspeed.offload_optimizer"),
         (["sync={name: diloco}"], "sync.name=diloco: engine=deepspeed reduces gradients in every step"),
-        (["sync={name: quorum}"], "sync.name=quorum: engine=deepspeed"),
+        (["fault.on_lost_process=continue"], "fault.on_lost_process=continue: engine=deepspeed"),
         (["sync.compress.method=powersgd"], "sync.compress.method=powersgd: engine=deepspeed"),
         (["adapter.method=qlora"], "adapter.method=qlora: engine=deepspeed"),
         (["train.precision=fp8"], "train.precision=fp8: engine=deepspeed has no float8"),

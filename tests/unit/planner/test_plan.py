@@ -16,7 +16,7 @@ from echelon.recipe.batches import constant_batch, ramp_batch
 from echelon.recipe.inputs import AdapterConfig, DataConfig
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import CheckpointConfig, FaultConfig
-from echelon.recipe.synchronization import SyncConfig
+from echelon.recipe.synchronization import CONTINUES, SyncConfig
 from echelon.recipe.training import BatchRampConfig, ParallelConfig
 from tests.families import small_config
 
@@ -44,8 +44,9 @@ class Parts(SimpleNamespace):
 
 
 def build_recipe(
-    parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, sync=None, optimizer="adamw", **train
-):
+    parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, sync=None, optimizer="adamw",
+    lost="restart", **train
+):  # fmt: skip
     if isinstance(parallel, dict):
         parallel = ParallelConfig.model_validate(parallel)
     batch = batch_tokens // sequence_len if batch_tokens else batch
@@ -60,10 +61,13 @@ def build_recipe(
         "activation_loading_horizon": 1,
         "master_weights": "fp32",
     }
+    sync = SyncConfig.model_validate(sync or {})
     return Parts(
         parallel=parallel,
         engine="native",
-        sync=SyncConfig.model_validate(sync or {}),
+        sync=sync,
+        goes_on=CONTINUES if lost == "continue" else None,
+        num_replicas=max(2, sync.replicas) if lost == "continue" else sync.replicas,
         global_batch_size=batch,
         batches=constant_batch(batch, sequence_len),
         data=DataConfig.model_validate({"train": "text.txt", "sequence_len": sequence_len}),
@@ -71,7 +75,7 @@ def build_recipe(
         adapter=adapter,
         model=SimpleNamespace(new_tokens=(), trust_remote_code=False, attn_implementation=None),
         objective=ObjectiveConfig(),
-        fault=FaultConfig(),
+        fault=FaultConfig(on_lost_process=lost),
         checkpoint=CheckpointConfig(),
         draws_answers=False,
         samples_answers=False,

@@ -17,6 +17,7 @@ from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_living_on, resize
+from echelon.recipe.document import Recipe
 from echelon.recipe.operation import CheckpointConfig, FaultConfig
 from echelon.recipe.synchronization import SyncConfig
 from tests.unit.planner.test_plan import TINY, TINY_CONFIG, build_recipe, cpus
@@ -37,23 +38,10 @@ def test_defaults_depend_on_the_name():
     ("section", "message"),
     [
         (
-            {"replicas": 2},
-            "sync.replicas=2 has no effect with sync.name=every_step; set sync.name: local_sgd, diloco or quorum",
-        ),
-        (
             {"name": "local_sgd", "outer_momentum": 0.5},
             "sync.outer_momentum=0.5 has no effect with sync.name=local_sgd",
         ),
-        ({"name": "quorum", "replicas": 1}, "sync.replicas=1: sync.name=quorum synchronizes at least two"),
-        ({"name": "quorum", "every": 4}, "sync.every=4 has no effect with sync.name=quorum; set sync.name: local_sgd"),
-        (
-            {"name": "quorum", "compress": {"method": "bf16"}},
-            "method=bf16: sync.name=quorum does not send in this form; use sync.compress.method=none.",
-        ),
-        ({"name": "quorum", "min_replicas": 3}, "sync.min_replicas=3 is more than sync.replicas=2, so after a loss"),
-        ({"min_replicas": 2}, "sync.min_replicas=2 "),
         ({"servers": 2}, "sync.servers=2 has no effect with sync.name=every_step; set sync.name: parameter_server, "),
-        ({"name": "parameter_server", "replicas": 2}, "sync.replicas=2 has no effect with sync.name=parameter_server"),
         (
             {"name": "parameter_server", "max_staleness": 2, "aggregate": "sum"},
             "sync.aggregate=sum: sync.max_staleness=2 applies the gradient of each process alone; use sync.aggregate=w",
@@ -81,6 +69,35 @@ def test_keys_without_effect_are_refused(section, message):
     assert message in str(caught.value)
 
 
+CONTINUE = {"fault": {"on_lost_process": "continue"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "sync", "message"),
+    [
+        ({}, {"replicas": 2}, "sync.replicas=2 has no effect with sync.name=every_step; set sync.name: local_sgd or "
+         "diloco, or fault.on_lost_process=continue, or remove replicas."),
+        ({}, {"name": "parameter_server", "replicas": 2}, "sync.replicas=2 has no effect with sync.name=parameter_s"),
+        ({}, {"min_replicas": 2}, "sync.min_replicas=2 has no effect with fault.on_lost_process=restart; set "
+         "fault.on_lost_process: continue, or remove min_replicas."),
+        (CONTINUE, {"min_replicas": 3}, "sync.min_replicas=3 is more than sync.replicas=2, so after a loss"),
+        (CONTINUE, {"name": "diloco"}, "sync.name=diloco: fault.on_lost_process=continue is for replicas that agree"),
+        (CONTINUE, {"name": "parameter_server"}, "parameter servers go on anyway"),
+        (CONTINUE, {"compress": {"method": "bf16"}}, "method=bf16: fault.on_lost_process=continue sends whole gradien"),
+        ({"precision": "fp16"}, {"name": "parameter_server"}, "train.precision=fp16: sync.name=parameter_server would"),
+        ({"parallel": {"dp_shard": 2, "cpu_offload": True}}, DILOCO, "sync.name=diloco keeps the agreed weights"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(more, sync, message):
+    recipe = {"run": {"name": "x"}, "model": {"config": TINY_CONFIG}, "tokenizer": "bytes", "sync": sync}
+    recipe |= {"data": {"train": "text.txt", "sequence_len": 64}, "optim": {"learning_rate": 1e-3}}
+    recipe |= {"train": {"steps": 1, "global_batch_size": 2, **{k: v for k, v in more.items() if k == "precision"}}}
+    recipe |= {key: value for key, value in more.items() if key in ("fault", "parallel")}
+    with pytest.raises(ValueError, match="sync") as caught:
+        Recipe.model_validate(recipe)
+    assert message in str(caught.value)
+
+
 def test_replicas_divide_processes_and_batches():
     plan = resolve_plan(build_recipe("ddp", batch=24, sync={"name": "diloco", "replicas": 3}), TINY, cpus(6))
     assert (plan.num_replicas, plan.dp_replicate, plan.world_size, plan.global_batch_size) == (3, 2, 6, 24)
@@ -98,13 +115,13 @@ def test_replicas_divide_processes_and_batches():
 
 
 def test_a_quorum_computes_what_ddp_does_and_changes_with_its_replicas():
-    quorum = {"name": "quorum", "replicas": 4}
-    plan = resolve_plan(build_recipe("ddp", batch=24, sync=quorum), TINY, cpus(4))
+    quorum = {"lost": "continue", "sync": {"replicas": 4}}
+    plan = resolve_plan(build_recipe("ddp", batch=24, **quorum), TINY, cpus(4))
     ddp = resolve_plan(build_recipe("ddp", batch=24), TINY, cpus(4))
     assert replace(plan, sync=SyncPlan(), why=(), num_replicas=1, dp_replicate=4) == replace(ddp, why=())
     line = "sync: quorum, 4 replicas of 1 process, the loss of a replica costs one repeated step"
     assert plan.sync.is_exact and line in describe_plan(plan)
-    assert resolve_plan(build_recipe("auto", batch=24, sync=quorum), TINY, cpus(4)).num_replicas == 4
+    assert resolve_plan(build_recipe("auto", batch=24, **quorum), TINY, cpus(4)).num_replicas == 4
     assumed = {
         each.sync.name: estimate_memory(TINY, replace(each, sequence_len=64), "cpu").assumptions for each in (plan, ddp)
     }
@@ -130,12 +147,12 @@ def test_servers_divide_the_batch_between_the_workers_that_are_left():
 
 def test_a_quorum_that_does_not_divide_the_processes_is_refused():
     with pytest.raises((ConfigError, PlanError), match=r"sync.replicas=2 does not divide"):
-        resolve_plan(build_recipe("ddp", sync={"name": "quorum"}), TINY, cpus(3))
+        resolve_plan(build_recipe("ddp", lost="continue"), TINY, cpus(3))
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "zero1", {"tp": 2}, {"pp": 2}, {"cp": 2}, "ddp"])
 def test_a_replica_of_a_quorum_has_any_plan(parallel):
-    quorum = build_recipe(parallel, batch=24, sync={"name": "quorum", "replicas": 3})
+    quorum = build_recipe(parallel, batch=24, lost="continue", sync={"replicas": 3})
     plan, alone = resolve_plan(quorum, TINY, cpus(6)), resolve_plan(build_recipe(parallel, batch=8), TINY, cpus(2))
     assert (plan.num_replicas, plan.replica_size, plan.global_batch_size) == (3, 2, 24)
     degrees = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -170,7 +187,7 @@ def test_held_snapshots_are_planned(parallel, shards):
     ("build", "key"),
     [
         (lambda: replacing("fsdp"), "fault.on_lost_process=replace"),
-        (lambda: build_recipe("ddp", sync={"name": "quorum"}), "sync.name=quorum"),
+        (lambda: build_recipe("ddp", lost="continue"), "fault.on_lost_process=continue"),
     ],
 )
 def test_living_on_after_a_loss_is_said_to_be_untested_on_gpus(build, key):
@@ -182,8 +199,8 @@ def test_living_on_after_a_loss_is_said_to_be_untested_on_gpus(build, key):
 
 def test_launchers_that_end_all_processes_refuse_a_quorum():
     refuse_living_on(build_recipe("ddp"))
-    with pytest.raises(ConfigError, match=r"sync.name=quorum works only if echelon train starts all"):
-        refuse_living_on(build_recipe("ddp", sync={"name": "quorum"}))
+    with pytest.raises(ConfigError, match=r"fault.on_lost_process=continue works only if echelon train starts all"):
+        refuse_living_on(build_recipe("ddp", lost="continue"))
 
 
 def test_the_plan_says_what_is_lossy():
@@ -297,7 +314,6 @@ def test_every_process_is_a_worker_of_parameter_servers():
         ({"tp": 2}, SERVERS, cpus(4), {}, r"parallel=ddp\+tp divides the model"),
         ("ddp", {**SERVERS, "servers": 5}, cpus(4), {}, r"sync.servers=5 is more than the 4 proc.*; use at most 4"),
         ("ddp", SERVERS, parse_devices("4xH100"), {}, r"sync.name=parameter_server is built for .* CPUs only"),
-        ("ddp", SERVERS, cpus(4), {"precision": "fp16"}, r"does not work with train.precision=fp16"),
     ],
 )
 def test_what_parameter_servers_cannot_do_is_refused(parallel, sync, cluster, options, message):
@@ -332,8 +348,3 @@ def test_servers_own_disjoint_parts_of_about_the_same_size():
     assert divide_names(sizes, 1) == [list(sizes)]
     assert divide_names(sizes, 2) == [["b", "e"], ["a", "c", "d"]]
     assert divide_names({"a": 1}, 2) == [["a"], []]
-
-
-def test_replicas_do_not_have_weights_in_host_memory():
-    with pytest.raises(PlanError, match=r"sync.name=diloco keeps the agreed weights on the device"):
-        resolve_plan(build_recipe({"dp_shard": 2, "cpu_offload": True}, sync=DILOCO), TINY, parse_devices("4xH100"))

@@ -107,6 +107,17 @@ def test_a_former_value_of_a_key_is_replaced_and_others_are_kept():
     assert recipe.tensorflow.strategy == "multi_worker" and len(notes) == 1
 
 
+def test_a_quorum_is_read_as_a_reaction_to_losses():
+    given = {**RECIPE, "sync": {"name": "quorum", "min_replicas": 2}}
+    recipe, notes = build_recipe(given)
+    assert recipe.sync.name == "every_step" and recipe.fault.on_lost_process == "continue" and recipe.num_replicas == 2
+    assert notes == [
+        "recipe: sync.name: quorum is of an earlier version and is read as fault.on_lost_process: continue."
+    ]
+    recipe, notes = build_recipe(RECIPE, ["sync={name: quorum, replicas: 3}"])
+    assert recipe.goes_on == "fault.on_lost_process=continue" and recipe.num_replicas == 3 and len(notes) == 1
+
+
 OLD = {
     "optim": {"learning_rate": 1e-3, "warmup_steps": 0, "warmup_tokens": 0, "schedule_unit": "tokens"},
     "train": {"steps": 100, "global_batch_size": 2, "eval_every": None, "evals_per_epoch": 2, "precision": "fp8",

@@ -27,7 +27,6 @@ from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import Meshes
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.document import Recipe
-from echelon.recipe.synchronization import KEPT
 
 _PREFETCH = 2
 _KEPT = 4
@@ -137,10 +136,10 @@ def open_source(recipe: Recipe, data: PreparedData, place: BatchPlace) -> BatchS
             f"data.source={name}: it must tell whether a batch depends on its step alone; set is_pure = True if it "
             "does, and is_pure = False otherwise."
         )
-    if not source.is_pure and recipe.sync.name in KEPT:
+    if not source.is_pure and (goes_on := recipe.goes_on) is not None:
         raise ConfigError(
-            f"data.source={name} is not pure (is_pure = False), but sync.name={recipe.sync.name} divides a batch again "
-            "when a process is lost; use a pure source, or sync.name: every_step."
+            f"data.source={name} is not pure (is_pure = False), but {goes_on} divides a batch again when a process "
+            "is lost; use a pure source, or sync.name: every_step and fault.on_lost_process: restart."
         )
     return source
 

@@ -38,7 +38,7 @@ from echelon.planner.hardware.gpu_check import check_gpus, find_needed
 from echelon.planner.machines import limit_to_weakest
 from echelon.planner.replica_limits import name_living_on, refuse_living_on
 from echelon.recipe.document import Recipe
-from echelon.recipe.synchronization import KEPT, QUORUM
+from echelon.recipe.synchronization import CONTINUES
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import default_num_processes, open_store, watch_starter
 from echelon.run.lifecycle.separate_folders import (
@@ -128,14 +128,10 @@ def train_locally(
 
 def _check_terminal_rank(recipe: Recipe, rank: int, count: int) -> None:
     """Raise ConfigError if no rank of this job can run in a terminal, or this one is not in it."""
-    if recipe.sync.name in KEPT:
+    if (key := recipe.goes_on or name_living_on(recipe)) is not None:
         raise ConfigError(
-            f"--here does not work with sync.name={recipe.sync.name}, which replaces lost processes by new ones that "
-            "have no terminal; use sync.name=every_step."
-        )
-    if recipe.fault.on_lost_process == "replace":
-        raise ConfigError(
-            "--here does not work with fault.on_lost_process=replace: a new process has no terminal; use restart."
+            f"--here does not work with {key}, which replaces lost processes by new ones that have no terminal; use "
+            "sync.name=every_step and fault.on_lost_process=restart."
         )
     if rank >= count:
         raise ConfigError(f"--rank {rank}: this job has the ranks 0 to {count - 1}; give one, or a larger --nproc.")
@@ -178,7 +174,7 @@ def train_on_hosts(
         _refuse_replacing(recipe)
     _check_store(group, asked, fresh)
     if asked is not None:
-        check_hosts(recipe, group, asked[0])
+        check_hosts(recipe, group, asked)
         group = replace(group, lives_on=True)
     else:
         refuse_living_on(recipe)
@@ -208,9 +204,9 @@ def train_on_hosts(
     return outcome, agent.is_coordinator or agent.has_lost_others or not group.shares_files
 
 
-def _check_store(group: HostGroup, lives_on: tuple[str, str] | None, fresh: bool) -> None:
+def _check_store(group: HostGroup, lives_on: str | None, fresh: bool) -> None:
     """Raise ConfigError for what does not work with a store outside of the job, where any machine may coordinate."""
-    key = lives_on[0] if lives_on is not None else "--fresh" if fresh else None
+    key = lives_on or ("--fresh" if fresh else None)
     if group.store_name is not None and key is not None:
         raise ConfigError(
             f"{key} needs one machine that is known before the start, and with --rendezvous etcd://... there is none; "
@@ -266,9 +262,9 @@ def _kept(job: Workers, recipe: Recipe) -> Workers:
     sync = recipe.sync
     if recipe.fault.on_lost_process == "replace":
         return replace(job, min_replicas=job.world_size, needs_all=True)
-    if sync.name not in KEPT:
+    if recipe.goes_on is None:
         return job
-    size = job.world_size // sync.replicas if sync.name == QUORUM else 1
+    size = job.world_size // recipe.num_replicas if recipe.goes_on == CONTINUES else 1
     return replace(job, min_replicas=sync.min_replicas, num_essential=sync.num_essential, replica_size=size)
 
 
@@ -285,7 +281,7 @@ def _refuse_replacing(recipe: Recipe) -> None:
     if recipe.fault.on_straggler == "replace":
         raise ConfigError(
             "fault.on_straggler=replace needs a machine that waits: start echelon train with --nodes N+SPARES on N "
-            "machines and the spares, without sync.name=quorum and fault.on_lost_process=replace; or use "
+            "machines and the spares, with fault.on_lost_process=restart; or use "
             "fault.on_straggler: stop."
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from echelon.ground.errors import ConfigError, TrainingError
 from echelon.ground.sizes import render_duration
 from echelon.recipe.document import Recipe
-from echelon.recipe.synchronization import KEPT, PARAMETER_SERVER, SyncConfig
+from echelon.recipe.synchronization import PARAMETER_SERVER
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.model_checks import check_model
 from echelon.tools.drill.crew import LINK_FAULTS, MACHINE_FAULTS, Crew, CrewTrial
@@ -109,7 +109,7 @@ def run_drill(
         whole.complete()
         for fault in faults:
             trial = build(fault.name, num_steps)
-            finding = _strike(fault, trial, whole, choose_likeness(recipe.sync, fault, num_processes, crew))
+            finding = _strike(fault, trial, whole, choose_likeness(recipe, fault, num_processes, crew))
             if finding.identical:
                 shutil.rmtree(trial.run.path)
             all_well &= finding.identical
@@ -133,13 +133,14 @@ def _choose_faults(recipe: Recipe, crew: Crew | None, has_links: bool, only: Seq
     return [fault for fault in chosen if has_rewards or not fault.needs_rewards]
 
 
-def choose_likeness(sync: SyncConfig, fault: InjectedFault, num_processes: int, crew: Crew | None = None) -> Likeness:
+def choose_likeness(recipe: Recipe, fault: InjectedFault, num_processes: int, crew: Crew | None = None) -> Likeness:
     """What of a run with this fault can be expected to equal the undisturbed one."""
     if fault.needs_rewards:
         return Likeness.STEPS
+    sync = recipe.sync
     if sync.name == PARAMETER_SERVER and sync.max_staleness != 0:
         return Likeness.BATCHES  # the order of updates depends on time
-    goes_on = sync.name in KEPT and num_processes > max(1, sync.num_essential)
+    goes_on = recipe.goes_on is not None and num_processes > max(1, sync.num_essential)
     if crew is not None and crew.may_shrink and fault.loses_machine:
         return Likeness.ROUNDING
     return Likeness.ROUNDING if goes_on and fault.loses_rank else Likeness.BITS

@@ -304,7 +304,7 @@ def test_patches_are_merged_as_by_kubectl(value, patch, merged):
     assert repr(value) == before
 
 
-QUORUM = "sync={name: quorum, replicas: 2}"
+QUORUM = "fault.on_lost_process=continue"
 
 
 def test_the_pods_of_a_quorum_are_agents_that_are_restarted_one_by_one(tmp_path):

@@ -251,8 +251,8 @@ def test_a_recipe_names_a_source_and_its_options(parts):
         ({"data__source": "{}:Silent"}, r"it must tell whether a batch depends on its step alone; set is_pure = True"),
         ({"data__source": "{}:Stream", "data__options": {"u": 1}}, r"data.options=\{'u': 1\} does not fit"),
         (
-            {"data__source": "{}:Stream", "sync__name": "quorum"},
-            r"data.source=\S+:Stream is not pure .* sync.name=quorum divides a batch again .* use a pure source, or",
+            {"data__source": "{}:Stream", "fault__on_lost_process": "continue"},
+            r"data.source=\S+:Stream is not pure .* fault.on_lost_process=continue divides a batch again .* use a pure",
         ),
         ({"data__options": {"u": 1}}, r"data.options=\{u: 1\} has no effect without data.source; .* or remove options"),
         ({"data__source": "shuffled"}, r"data.source='?shuffled'? must be package.module:Name"),

@@ -11,7 +11,6 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
-from echelon.recipe.synchronization import SyncConfig
 from echelon.tools.drill.crew import MACHINE_FAULTS, Crew
 from echelon.tools.drill.exercise import choose_likeness, estimate_seconds
 from echelon.tools.drill.faults import FAULTS, shrink, shrink_model
@@ -149,20 +148,21 @@ def test_the_duration_of_a_drill():
 
 
 @pytest.mark.parametrize(
-    ("sync", "killed", "others"),
+    ("words", "killed", "others"),
     [
-        ({}, Likeness.BITS, Likeness.BITS),
-        ({"name": "diloco"}, Likeness.BITS, Likeness.BITS),
-        ({"name": "quorum"}, Likeness.ROUNDING, Likeness.BITS),
-        ({"name": "parameter_server"}, Likeness.ROUNDING, Likeness.BITS),
-        ({"name": "parameter_server", "servers": 2}, Likeness.BITS, Likeness.BITS),
-        ({"name": "parameter_server", "max_staleness": 1}, Likeness.BATCHES, Likeness.BATCHES),
+        ("sync.name=every_step", Likeness.BITS, Likeness.BITS),
+        ("sync.name=diloco", Likeness.BITS, Likeness.BITS),
+        ("fault.on_lost_process=continue", Likeness.ROUNDING, Likeness.BITS),
+        ("sync.name=parameter_server", Likeness.ROUNDING, Likeness.BITS),
+        ("sync={name: parameter_server, servers: 2}", Likeness.BITS, Likeness.BITS),
+        ("sync={name: parameter_server, max_staleness: 1}", Likeness.BATCHES, Likeness.BATCHES),
     ],
 )
-def test_what_can_equal_an_undisturbed_run_depends_on_how_replicas_agree(sync, killed, others):
+def test_what_can_equal_an_undisturbed_run_depends_on_how_replicas_agree(tmp_path, words, killed, others):
     """Two processes, of which the second is killed. Servers that are lost restart the job."""
+    recipe, _ = load_recipe(write(tmp_path), [words])
     for fault in FAULTS:
-        found = choose_likeness(SyncConfig.model_validate(sync), fault, 2)
+        found = choose_likeness(recipe, fault, 2)
         expected = killed if fault.name == "a rank killed" else others
         assert found is (Likeness.STEPS if fault.needs_rewards else expected), fault
 
@@ -182,7 +182,7 @@ def test_a_crew_trains_on_as_many_machines_as_the_recipe_says(tmp_path, nodes, t
     assert (str(crew.launch.nodes), crew.num_training) == (told, training)
     words = crew.agent_words(("train", "big.json"), Path("runs/x.pid"))
     assert f"--nodes {told} --rendezvous a:29400" in words[-1] and "echo $$ > runs/x.pid" in words[-1]
-    found = {fault.name: choose_likeness(recipe.sync, fault, training, crew) for fault in MACHINE_FAULTS}
+    found = {fault.name: choose_likeness(recipe, fault, training, crew) for fault in MACHINE_FAULTS}
     assert found["a rank killed"] is Likeness.BITS and found["a machine lost"] is lost
 
 
