@@ -84,7 +84,7 @@ def train_alone(folder, *arguments):
     """The same training in one process, without a quorum; its rows."""
     alone = start(
         "train", "recipe.json", "--nproc", "1", "run.dir=runs/alone", "sync={name: every_step}", "parallel=ddp",
-        *arguments, cwd=folder, OMP_NUM_THREADS="1",
+        "fault.on_lost_process=restart", *arguments, cwd=folder, OMP_NUM_THREADS="1",
     )  # fmt: skip
     ending = finish(alone, PATIENCE_SECONDS)
     assert ending.code == 0, ending

@@ -257,7 +257,7 @@ def undisturbed(tmp_path_factory):
         recipe = case.recipe()
         words = ["fault.on_lost_process=restart", "checkpoint.snapshot_every_steps=null"]
         if not case.is_replaced:
-            words = ["sync={name: every_step}", "parallel=ddp"]
+            words = ["sync={name: every_step}", "parallel=ddp", "fault.on_lost_process=restart"]
             recipe = {name: section for name, section in recipe.items() if name not in ("sync", "parallel")}
         ranks = case.ranks if case.is_replaced else 1
         key = json.dumps([ranks, recipe])

@@ -117,7 +117,7 @@ class Job:
     def assert_same_as_alone(self, outcome="went on"):
         """The rows are those of the same training in one process, which is stopped when it has as many."""
         run, last = RunFolder(self.folder / "runs" / "alone"), self.last_step()
-        words = ["run.dir=runs/alone", "sync={name: every_step}", "parallel=ddp"]
+        words = ["run.dir=runs/alone", "sync={name: every_step}", "fault.on_lost_process=restart", "parallel=ddp"]
         process = start("train", "recipe.json", "--nproc", "1", *words, cwd=self.folder, OMP_NUM_THREADS="1")
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not run.metrics_path.exists() or (run.rows.last_step() or 0) <= last:
