@@ -2,8 +2,8 @@
 
     python benchmarks/agents_at_scale.py [--agents 8,128,1024] [--seconds 20] [--output FILE.jsonl]
 
-The code of the agents and torch's store are the real ones; an agent is a thread of one of a few processes on this
-machine, and its ranks are a stub that waits. Written down for each number of agents:
+The code of the agents and torch's store are the real ones; each agent is a forked process of this machine, and its
+ranks are a stub that waits. Written down for each number of agents:
 
 - seconds from the moment when the last one has come to the store until all are admitted;
 - when nothing happens: requests and bytes per second at the store, processor time of the process with the coordinator
@@ -34,8 +34,9 @@ from echelon.run.supervise.meeting import Meeting, TorchStore
 from echelon.run.supervise.workers import Workers
 from measuring import describe_machine
 
-PROCESSES = 8
 LINE_SECONDS = 900
+# Of all agents but the coordinator, whose machine is its own elsewhere.
+NICENESS = 10
 ADDRESS = "127.0.0.1"
 
 
@@ -101,8 +102,9 @@ class StubRanks:
         """Nothing to end."""
 
 
-def run_agents(line, group, numbers, scratch, shared):
-    """Run agents as threads, tell `line` what happens, and answer its questions, in a process of their own."""
+def run_agent(line, group, number, scratch, shared):
+    """Run an agent as a thread, tell `line` what happens, and answer its questions, in a process of its own."""
+    os.nice(NICENESS if number else 0)
     counts = Counts(shared)
     said = threading.Lock()
 
@@ -123,7 +125,7 @@ def run_agents(line, group, numbers, scratch, shared):
 
     Meeting.present = present
 
-    def run(number):
+    def run():
         folder = RunFolder(shared, scratch / str(number) / "outcomes")
         object.__setattr__(folder, "number", number)
         folder.outcomes_dir.mkdir(parents=True)
@@ -134,8 +136,7 @@ def run_agents(line, group, numbers, scratch, shared):
             with said:
                 line.send(("error", number, repr(error)))
 
-    for number in numbers:
-        threading.Thread(target=run, args=(number,), daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     while line.recv() == "count":
         with said:
             line.send(("counts", time.process_time(), counts.read()))
@@ -151,17 +152,16 @@ class Crowd:
         self.count, self.lines, self.processes = count, [], []
         shared = folder / "run"
         shared.mkdir()
-        others = list(range(1, count - 1))
-        parts = min(PROCESSES, max(1, count // 16))
-        places = [[0], *(others[part::parts] for part in range(parts)), [count - 1]]
-        context = multiprocessing.get_context("spawn")
-        for numbers in places:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "echelon.run.supervise.agent", "measuring"])
+        for number in range(count):
             ours, its = context.Pipe()
-            process = context.Process(target=run_agents, args=(its, group, numbers, folder, shared), daemon=True)
+            process = context.Process(target=run_agent, args=(its, group, number, folder, shared), daemon=True)
             process.start()
+            its.close()
             self.lines.append(ours)
             self.processes.append(process)
-            if numbers == [0]:
+            if number == 0:
                 await_store(port)
 
     def collect(self, event, count, seconds=LINE_SECONDS):
@@ -201,8 +201,9 @@ class Crowd:
         return lost_at
 
     def end(self):
-        for process in self.processes:
+        for process in reversed(self.processes):  # the coordinator last: without it the others print errors
             process.kill()
+        for process in self.processes:
             process.join()
 
 

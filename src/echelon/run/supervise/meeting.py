@@ -148,6 +148,8 @@ class Meeting:
         """Start a thread with a connection of its own; its error is raised in the main thread."""
         assert self._store is not None
         store = self._store.clone()
+        if not self.coordinates:
+            limit_silence_of(self.group.port, LOST_SECONDS)
 
         def run() -> None:
             try:
@@ -301,8 +303,6 @@ class Meeting:
             if self._over.is_set():
                 return
             store.set(_beat(self.host), str(number))
-            if not self.coordinates:
-                limit_silence_of(self.group.port, LOST_SECONDS)  # every time: other threads open connections
             self._over.wait(_BEAT_SECONDS)
 
     def _measure_clock(self) -> tuple[float, float]:
