@@ -8,10 +8,12 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO
@@ -347,7 +349,24 @@ def managed_environment(memory: Path | None = None) -> dict[str, str]:
 
 def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]:
     """The variables of workers that prepare the run themselves, with the folder where the agent reads outcomes."""
-    return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
+    return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files)), **_keep_kernels_local()}
+
+
+def _keep_kernels_local() -> dict[str, str]:
+    """Triton's cache on a disk of this machine: by default it is in the home directory, which machines may share.
+
+    Its files are executed, so the folder must be this user's alone, on a disk from which files may be executed.
+    """
+    folder = Path(tempfile.gettempdir()) / f"triton-of-echelon-{os.getuid()}"
+    if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys():
+        return {}
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status, disk = folder.lstat(), os.statvfs(folder)
+        is_mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+        if is_mine and not disk.f_flag & getattr(os, "ST_NOEXEC", 0):
+            return {"TRITON_CACHE_DIR": str(folder)}
+    return {}
 
 
 def replica_environment(

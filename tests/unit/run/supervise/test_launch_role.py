@@ -11,6 +11,7 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.launch_environment import (
     AGENT_PID_VARIABLE,
     find_place,
+    hosted_environment,
     is_elastic,
     keep_hub_cache_beside,
     launch_role,
@@ -70,6 +71,18 @@ def test_invalid_variables_of_a_launcher_are_named():
         find_place({"RANK": "2", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="WORLD_SIZE='many'"):
         find_place({"RANK": "2", "WORLD_SIZE": "many"})
+
+
+def test_kernels_of_triton_stay_on_the_machine_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"triton-of-echelon-{os.getuid()}"
+    assert hosted_environment(tmp_path, True)["TRITON_CACHE_DIR"] == str(folder)
+    folder.chmod(0o777)  # others could put their code there
+    assert "TRITON_CACHE_DIR" not in hosted_environment(tmp_path, True)
+    folder.chmod(0o700)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    assert "TRITON_CACHE_DIR" not in hosted_environment(tmp_path, True)
 
 
 def test_workers_share_the_cores(monkeypatch):
