@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine: one controller, two virtual nodes, real daemons from Debian's packages.
+"""A Slurm cluster on this machine: one controller, three virtual nodes, real daemons from Debian's packages.
 
 All its files are below one temporary folder. The nodes share this host: one address, different ports.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3")
 _START_SECONDS = 60
 
 # Jobs of `low` are preempted by `high` immediately, those of `grace` after one minute of grace time.
@@ -45,6 +45,7 @@ GresTypes=gpu
 {nodes}
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=grace Nodes=n1,n2 PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=wide Nodes=n1,n2,n3 PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 
@@ -89,7 +90,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Start the daemons, wait until both nodes are idle, and stop daemons and jobs at the end."""
+    """Start the daemons, wait until all nodes are idle, and stop daemons and jobs at the end."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     daemons: list[subprocess.Popen[bytes]] = []
     env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
@@ -144,7 +145,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _count_idle(env: dict[str, str]) -> int:
     answer = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%T"],
+        ["sinfo", "--noheader", "--Node", "--partition=wide", "--format=%T"],
         env=env, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     return answer.stdout.split().count("idle")

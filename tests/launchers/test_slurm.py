@@ -1,4 +1,4 @@
-"""Jobs under a real Slurm, two virtual nodes on this machine: preempted, out of time, cancelled, elastic, in arrays.
+"""Jobs under a real Slurm, virtual nodes on this machine: preempted, out of time, cancelled, elastic, in arrays.
 
 The nodes share one address, and their names do not resolve, so the recipe sets the rendezvous address.
 """
@@ -120,6 +120,7 @@ def test_two_machines_equal_one_machine_with_two_processes(desk):
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     assert "done" in desk.echelon("status", name) and "step 6" in desk.echelon("status", name)
     assert desk.echelon("logs", number) == desk.output(name)
+    assert {line.partition(" | ")[0] for line in desk.output(name).splitlines()} == {"n1", "n2"}, desk.output(name)
     there = desk.rows()
     desk.echelon("train", "recipe.yaml", "run.name=here", "--nproc", 2)
     here = desk.rows("here")
@@ -236,7 +237,7 @@ def test_waiting_job_is_cancelled_at_once(desk):
 def test_failure_is_printed_once_and_a_refusal_quotes_slurm(desk):
     name, number = desk.launch("launch.nodes=2", "launch.setup=['rm -f text.txt']")
     desk.slurm.await_state(number, "FAILED")
-    lines = [line for line in desk.output(name).splitlines() if line.startswith("echelon: ")]
+    lines = [line for line in desk.output(name).splitlines() if " | echelon: " in line]
     assert len(lines) == 1 and "text.txt" in lines[0], desk.output(name)
     assert "failed" in desk.echelon("status", name)
     (desk.folder / "text.txt").write_text(TEXT)
@@ -269,6 +270,24 @@ def test_elastic_job_continues_when_a_machine_is_lost(desk):
         process.kill()
     desk.slurm.await_state(number, "COMPLETED", "FAILED")
     assert "done" in desk.echelon("status", name), desk.output(name)
+    assert [row["step"] for row in desk.rows()] == list(range(1, 801))
+
+
+def test_a_job_that_loses_a_machine_is_requeued_without_it(desk):
+    """The same node is free, but another one takes its place."""
+    name, number = desk.launch("launch.nodes=2", "launch.slurm.options={partition: wide, cpus-per-task: 1}", *LONG)
+    desk.await_step(20)
+    [lost] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
+    node = lost.environ()["SLURMD_NODENAME"]
+    for process in (lost, *lost.children(recursive=True)):
+        process.kill()
+    desk.slurm.await_state(number, "PENDING", "FAILED")
+    assert f"echelon: job {number} is requeued without {node} and will resume from " in desk.output(name)
+    assert desk.slurm.field(number, "ExcNodeList") == node
+    time.sleep(2)  # in the second of its requeue slurmd refuses to start a job again
+    desk.slurm.await_state(number, "RUNNING", "COMPLETED")
+    assert {"n1": "n[2-3]", "n2": "n[1,3]"}[node] == desk.slurm.field(number, "NodeList")
+    assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     assert [row["step"] for row in desk.rows()] == list(range(1, 801))
 
 

@@ -55,7 +55,7 @@ def render_array(jobs: Sequence[JobSpec], parallel: int) -> str:
         if _fill(job, _directives(job, "array")) != _fill(first, _directives(first, "array")):
             raise ConfigError(
                 f"the jobs of an array must request the same resources and time; {job.name} differs from {first.name} "
-                "in launch or fault.notice_seconds; launch it separately."
+                "in launch, fault.notice_seconds or fault.max_restarts; launch it separately."
             )
     directives = (
         *_directives(first, first.name),
@@ -182,6 +182,7 @@ def _fill(job: JobSpec, directives: Sequence[str], names: Sequence[str] = ()) ->
     """The batch script with these directives, and these lines that name the job's folders."""
     slurm = job.recipe.launch.slurm
     elastic, binds = _outlives_machines(job), "cpu-bind" not in slurm.srun_options
+    many = job.nodes[1] > 1 and slurm.srun_options.get("label") is not False
     # srun does not inherit the cores from sbatch. Tasks agree on their exit code: a task's non-zero code does not end
     # the others, but when a task is killed silently, the others are ended after a minute.
     options: dict[str, str | int | bool] = {
@@ -191,14 +192,16 @@ def _fill(job: JobSpec, directives: Sequence[str], names: Sequence[str] = ()) ->
         "no-kill": elastic,
     }
     # With a fixed number of machines `echelon train` finds the rendezvous itself. A container has no scontrol.
-    cases = {"unbound": binds, "elastic": elastic, "fixed": not elastic, "requeue": slurm.requeue}
+    cases = {"unbound": binds, "elastic": elastic, "fixed": not elastic, "requeue": slurm.requeue, "many": many}
     text = re.sub(r"@IF (\w+)\n(.*?)@END\n", lambda part: part[2] if cases[part[1]] else "", _SCRIPT, flags=re.DOTALL)
     words = {
         "DIRECTIVES": "\n".join(directives),
         "NAMES": "\n".join(names),
         "BIND": ' "${bind[@]}"' if binds else "",
         "LOOK": " ".join(render_options({**options, **slurm.srun_options, "chdir": "/"})),
-        "TASK": render_task(job, options, f'bash "$job/{MACHINE}"'),
+        "TASK": render_task(job, {**options, "label": many}, f'bash "$job/{MACHINE}"'),
+        "NAMED": " 2>&1 | name_lines" if many else "",
+        "ROUNDS": str(job.recipe.fault.max_restarts),
     }
     return re.sub(r"@([A-Z]+)@", lambda name: words[name[1]], text)
 

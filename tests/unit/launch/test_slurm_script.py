@@ -243,13 +243,22 @@ class Stage:
             made.mkdir(parents=True)
         write_files(folder, job)
 
-    def start(self, code, message="", state="RUNNING"):
-        """Run the script once; return its exit code, the code it wrote, and whether it requested a requeue."""
+    def start(self, code, message="", state="RUNNING", bad="", others=True):
+        """Run the script once; return its exit code, the code it wrote, and whether it requested a requeue.
+
+        `bad`: what the agents say of machines. `others`: whether Slurm has others.
+        """
         event = f'{{"event": "signal", "message": "{message}"}}'
         srun = f"echo {shlex.quote(event)} >> {shlex.quote(str(self.run / 'events.jsonl'))}; exit {code}"
+        if bad:
+            srun = f'echo {bad} > "$ECHELON_BAD_MACHINES"; {srun}'
         note = shlex.quote(str(self.folder / "asked"))
-        scontrol = f'if [ "$1" = requeue ]; then echo $2 > {note}; else echo "JobId=7 JobState={state} Reason=None"; fi'
-        for name, line in (("srun", srun), ("scontrol", scontrol)):
+        words = f"JobId=7 JobState={state} Reason=None ReqNodeList=(null) ExcNodeList=n[7-8] NodeList=n1"
+        cases = f'requeue) echo $2 > {note};; update) echo $3 >> {note};; hostnames) printf "n1\\nn2\\n";;'
+        scontrol = (
+            f'case "$1 $2" in "show hostnames") set hostnames;; esac; case "$1" in {cases} *) echo "{words}";; esac'
+        )
+        for name, line in (("srun", srun), ("scontrol", scontrol), ("sbatch", f"exit {int(not others)}")):
             (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
             (self.folder / "bin" / name).chmod(0o755)
         (self.folder / "asked").unlink(missing_ok=True)
@@ -300,6 +309,20 @@ def test_cancelled_job_is_not_requeued_and_does_not_start_again(stage):
     (stage.job_folder / "cancelled").touch()
     assert stage.start(0) == (3, "3", False)
     assert not (stage.run / "events.jsonl").exists()
+
+
+def test_a_job_that_ends_for_a_machine_is_requeued_without_it(stage):
+    """As often as restarts are allowed without a new checkpoint, and only if Slurm has another machine."""
+    assert stage.start(1, bad="n2 ends", others=False) == (1, "1", False)
+    assert stage.start(1, bad="n3 ends") == (1, "1", False)  # no machine of the job
+    for code in (1, 137, 1):
+        assert stage.start(code, bad="n2 ends") == (3, None, True)
+        assert (stage.folder / "asked").read_text() == "7\nExcNodeList=n[7-8],n2\n"
+    assert stage.start(1, bad="n2 ends") == (1, "1", False)
+    (stage.checkpoints / "step-00000010").mkdir()
+    assert stage.start(1, bad="n2 left") == (1, "1", False)  # the job ended for another reason
+    assert stage.start(3, "stopped by SIGUSR1 at step 10", bad="n2 left") == (3, None, True)
+    assert "ExcNodeList=n[7-8],n2" in (stage.folder / "asked").read_text()
 
 
 def test_job_without_requeue_ends_with_its_code(tmp_path, make):

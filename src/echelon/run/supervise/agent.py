@@ -35,7 +35,7 @@ from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
 from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.coordinator import AttemptNews
-from echelon.run.supervise.decision import AWAITS_VARIABLE, Decision, HostReport, Restarts, Vacancies
+from echelon.run.supervise.decision import AWAITS_VARIABLE, Decision, HostReport, Restarts, Vacancies, note_bad_machines
 from echelon.run.supervise.hangs import explain_hang, read_records
 from echelon.run.supervise.meeting import Meeting
 from echelon.run.supervise.news import AgentStopped, news_shared, stops_forwarded
@@ -141,7 +141,8 @@ class Agent:
 
         meeting = None
         try:
-            meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._fault)
+            name = read_environment().get("SLURMD_NODENAME") or platform.node()
+            meeting = Meeting(self._group, name, Restarts(job.max_restarts), self._fault)
             return self._run(job, meeting, asked)
         except AgentStopped as error:
             return Outcome(FAILED, f"stopped by {error.name}")
@@ -170,6 +171,8 @@ class Agent:
                 meeting.ask(read_stop_file(folder.stop_path) or "SIGTERM")
             meeting.end_attempt(HostReport.of(meeting.host, cause, _find_newest_step(job)))
             decision = meeting.await_decision()
+            if meeting.coordinates:
+                note_bad_machines({*news.left_out, *decision.bad}, bool(decision.bad) and not decision.goes_on)
             if (ending := decision.find_ending(meeting.host, cause.outcome)) is not None:
                 self._last = decision
                 return ending
@@ -332,6 +335,8 @@ class Agent:
 
     def _explain_loss(self, error: BaseException) -> LaunchError:
         keeper = "the coordinator" if self._group.store_name is None else "etcd"
+        if self._group.store_name is None:
+            note_bad_machines([self._group.host], ends=True)
         self._last = Decision(False, FAILED, f"{keeper} at {self._group.endpoint} is gone", 0, is_short=True)
         return LaunchError(
             f"{keeper} at {self._group.endpoint} is gone or unreachable ({first_line(error)}); start the same command "

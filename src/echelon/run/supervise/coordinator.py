@@ -290,7 +290,8 @@ class Coordinator:
         fit = self._find_fit(problems)
         if len(fit) < group.min_nodes and not self._may_be_more():
             code, words = self._describe_ending(problems)
-            self._end(Decision(False, code, words, self._restarts.done))
+            bad = tuple(host for host, of_host in problems.items() if any(p.severity >= Severity.ENDS for p in of_host))
+            self._end(Decision(False, code, words, self._restarts.done, bad=bad))
         if len(fit) < group.min_nodes:
             return
         if not self._team:

@@ -6,16 +6,23 @@ Also whether a failed group of processes is restarted, and with which message.
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from echelon.ground.hosts import HostGroup
+from echelon.ground.stored import open_to_append
+from echelon.ground.variables import read_environment
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, SAME_FAILURES, STOPPED, Cause, Likelihood, Outcome
 
 logger = logging.getLogger(__name__)
 
 AWAITS_VARIABLE = "ECHELON_AWAITS_MACHINES"
 """1 if whoever started this machine also replaces others, and counts each that ends: then it waits for them."""
+
+# Set by a script that starts machines: the file for the names of those that it should leave out the next time.
+_BAD_MACHINES_VARIABLE = "ECHELON_BAD_MACHINES"
 
 _LOOK_SECONDS = 0.1
 # The part of a message that differs between two occurrences of the same failure: the rank that failed first.
@@ -51,6 +58,14 @@ class Restarts:
             return None
         resume = "" if step is None else f"; the same command resumes from step {step}"
         return replace(outcome, message=f"{outcome.message}; not restarted: {why}{resume}")
+
+
+def note_bad_machines(hosts: Iterable[str], ends: bool) -> None:
+    """Tell whoever starts the machines of this job which ones are lost or bad. `ends`: for that the job ends."""
+    names = sorted({host.partition(" ")[0] for host in hosts})  # without the part that tells equal names apart
+    if names and (path := read_environment().get(_BAD_MACHINES_VARIABLE)):
+        with suppress(OSError), open_to_append(Path(path)) as file:
+            file.write("".join(f"{name} {'ends' if ends else 'left'}\n" for name in names).encode())
 
 
 class Vacancies:
@@ -109,9 +124,9 @@ class Decision:
     """What all machines do after an attempt: start another one, or end with this outcome.
 
     `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
-    stop and end, while the others continue. `is_short`: the job ends because machines are lost or were asked to stop,
-    so the others could go on with new ones. `advice`: what the user can do where machines are lost, the end of the
-    message.
+    stop and end, while the others continue. `bad`: those that are lost, or for whose faults the job ends. `is_short`:
+    the job ends because machines are lost or were asked to stop, so the others could go on with new ones. `advice`:
+    what the user can do where machines are lost, the end of the message.
     """
 
     goes_on: bool
@@ -120,6 +135,7 @@ class Decision:
     restarts: int
     step: int | None = None
     leaving: tuple[str, ...] = ()
+    bad: tuple[str, ...] = ()
     is_short: bool = False
     advice: str = ""
 
@@ -149,15 +165,16 @@ def decide(
     ending = None if is_growing else tally.find_ending(group, num_spares)
     if ending is None and (asked or is_growing):
         # Machines leave or join: the others have saved and continue.
-        return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
+        return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)), tally.lost)
     if ending is None:
         failure = tally.describe_failure()
         ending = failure if tally.num_staying + num_spares < group.min_nodes else restarts.refuse(failure, tally.step)
         if ending is None:
-            return Decision(True, FAILED, failure.message, restarts.done, tally.step)
+            return Decision(True, FAILED, failure.message, restarts.done, tally.step, bad=tally.lost)
     is_short = bool(tally.lost or asked) and ending.code not in (DONE, REFUSED)
     advice = _advise(group, len(reports), tally.step) if is_short and tally.lost else ""
-    return Decision(False, ending.code, ending.message, restarts.done, tally.step, is_short=is_short, advice=advice)
+    words, step, bad = ending.message, tally.step, tally.lost
+    return Decision(False, ending.code, words, restarts.done, step, bad=bad, is_short=is_short, advice=advice)
 
 
 def _advise(group: HostGroup, count: int, step: int | None) -> str:

@@ -19,7 +19,7 @@ from echelon.ground.hosts import (
     parse_group,
 )
 from echelon.ground.launch_environment import find_host_group, launch_role
-from echelon.run.supervise.decision import HostReport, Restarts, decide
+from echelon.run.supervise.decision import HostReport, Restarts, decide, note_bad_machines
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Likelihood
 
 BAD = [
@@ -64,7 +64,16 @@ def test_a_spare_takes_the_place_of_a_lost_machine():
     left = told("a", FAILED, "connection reset", Likelihood.ECHO, step=40)
     ending = decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3), num_spares=1)
     assert (ending.goes_on, ending.message, ending.step) == (True, "1 of 2 machines stopped responding: b", 40)
-    assert not decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3)).goes_on
+    ended = decide({"a": left, "b": None}, frozenset(), FIXED, Restarts(3))
+    assert (ended.goes_on, ended.bad, ending.bad) == (False, ("b",), ("b",))
+
+
+def test_whoever_starts_the_machines_reads_which_are_bad(tmp_path, monkeypatch):
+    note_bad_machines(["n1 (1f0c22)"], ends=False)  # nobody asked
+    monkeypatch.setenv("ECHELON_BAD_MACHINES", str(tmp_path / "bad"))
+    note_bad_machines(["n2 (1f0c22)", "n1 (2f0c22)"], ends=False)
+    note_bad_machines(["n3"], ends=True)
+    assert (tmp_path / "bad").read_text() == "n1 left\nn2 left\nn3 ends\n"
 
 
 def test_a_machine_may_leave_if_a_spare_waits():
