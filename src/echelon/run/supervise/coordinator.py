@@ -289,9 +289,7 @@ class Coordinator:
         problems = judge(self._reports, self._fault)
         fit = self._find_fit(problems)
         if len(fit) < group.min_nodes and not self._may_be_more():
-            code, words = self._describe_ending(problems)
-            bad = tuple(host for host, of_host in problems.items() if any(p.severity >= Severity.ENDS for p in of_host))
-            self._end(Decision(False, code, words, self._restarts.done, bad=bad))
+            self._end(self._describe_ending(problems))
         if len(fit) < group.min_nodes:
             return
         if not self._team:
@@ -372,11 +370,12 @@ class Coordinator:
         self._tell("answers", team=self._team, spares=spares, left_out=left_out)
         self._waiting.clear()
 
-    def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> tuple[int, str]:
-        """The exit code and why the job ends on all machines: too few are left without the bad ones."""
+    def _describe_ending(self, problems: Mapping[str, Sequence[Problem]]) -> Decision:
+        """That the job ends on all machines, and why: too few are left without the bad ones."""
+        hosts = tuple(host for host in problems if any(p.severity >= Severity.ENDS for p in problems[host]))
         refused = [p.words for of_host in problems.values() for p in of_host if p.severity == Severity.REFUSES]
         if refused:
-            return REFUSED, f"{refused[0]}."
+            return Decision(False, REFUSED, f"{refused[0]}.", self._restarts.done, bad=hosts)
         bad = [
             f"machine {host}: {problem.words}"
             for host, of_host in problems.items()
@@ -385,7 +384,7 @@ class Coordinator:
         ]
         least = self._group.min_nodes
         remedy = f"start again with {least} others, or set fault.on_bad_machine=warn to train all the same"
-        return FAILED, f"{'; '.join(bad)}; {remedy}"
+        return Decision(False, FAILED, f"{'; '.join(bad)}; {remedy}", self._restarts.done, bad=hosts)
 
     def _has_ended(self) -> bool:
         """Whether the attempt has ended on all machines of the team that are not lost."""
