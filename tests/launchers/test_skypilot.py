@@ -87,6 +87,7 @@ def test_a_stopped_task_goes_on_elsewhere_from_its_remote_checkpoint(tmp_path):
             agents = [child for child in psutil.Process(process.pid).children(True) if is_agent(child)]
             agents[0].terminate()
         assert 75 in [process.wait(SECONDS) for process in processes], read_logs(tmp_path / "first")
+        assert list(run.checkpoints_dir.glob("step-*/elsewhere.json"))  # each machine has sent its own files
         before = read_lines(run.metrics_path)
         assert before[-1]["step"] < STEPS
         processes = start(task, pair, tmp_path / "second")

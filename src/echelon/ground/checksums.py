@@ -12,6 +12,8 @@ from echelon.ground.stored import parse_json, read_bytes, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+ELSEWHERE = "elsewhere.json"
+"""In a folder without all files of its manifest: the address and the folder of an object store that has them."""
 
 _FILES_AT_ONCE = 4
 _REMOVALS = 20
@@ -74,21 +76,30 @@ def check_files(folder: Path, checksums: bool = False) -> None:
     Raises:
         CheckpointError: the message names the first file that is missing or differs.
     """
-    if faults := find_faults(folder, checksums):
+    if faults := find_faults(folder, checksums, whole=True):
         raise CheckpointError(f"{folder}: {faults[0]}.")
 
 
-def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
+def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1, whole: bool = False) -> list[str]:
     """Return a phrase for each file of a folder that differs from its manifest; empty if it is intact.
 
     With `checksums` all contents are read and hashed, a few files at a time; otherwise only sizes are compared. Several
-    processes can divide the files: each checks share `part` of `parts`.
+    processes can divide the files: each checks share `part` of `parts`. Files that are elsewhere (ELSEWHERE) are faults
+    only with `whole`.
     """
     try:
         files = parse_manifest(read_bytes(folder / MANIFEST))[1]
     except (OSError, ValueError) as error:
         return [f"it has no readable {MANIFEST} ({error})"]
+    if not whole and (folder / ELSEWHERE).exists():
+        files = {name: files[name] for name in files.keys() - find_absent(folder, files)}
     return compare_files(folder, dict(sorted(files.items())[part::parts]), checksums)
+
+
+def find_absent(folder: Path, files: Files) -> Files:
+    """Return the files that a folder does not have with their size."""
+    sizes = {path.name: path.stat().st_size for path in list_files(folder)}
+    return {name: entry for name, entry in files.items() if sizes.get(name) != entry["bytes"]}
 
 
 def parse_manifest(content: bytes) -> tuple[dict[str, Any], Files]:

@@ -67,13 +67,20 @@ def compare_sizes(files: Files, sizes: Mapping[str, int], prefix: str = "") -> l
 
 
 def bring(store: ObjectStore, folder: str, files: Files, into: Path, delays: Iterable[float] = ()) -> list[str]:
-    """Download a copy, verify it, and flush it to disk; returns a phrase for each file that is missing or differs.
+    """Download a copy like `fetch`, in place of a folder."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    return fetch(store, folder, files, into, delays)
 
-    `into` is replaced. `delays`: the waits before further attempts. Raises ObjectStoreError if the last one fails,
-    OSError if the disk here is full.
+
+def fetch(store: ObjectStore, folder: str, files: Files, into: Path, delays: Iterable[float] = ()) -> list[str]:
+    """Download files of a copy, verify and flush them; returns a phrase for each that is missing or differs.
+
+    `delays`: the waits before further attempts. Raises ObjectStoreError if the last one fails, OSError if the disk here
+    is full.
     """
 
-    def fetch(name: str) -> None:
+    def download(name: str) -> None:
         path = into / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -84,10 +91,8 @@ def bring(store: ObjectStore, folder: str, files: Files, into: Path, delays: Ite
             path.unlink(missing_ok=True)
 
     def attempt() -> None:
-        shutil.rmtree(into, ignore_errors=True)
-        into.mkdir(parents=True)
         with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
-            list(readers.map(fetch, files))
+            list(readers.map(download, files))
 
     retried(attempt, delays, time.sleep)
     if not (faults := compare_files(into, files, checksums=True)):

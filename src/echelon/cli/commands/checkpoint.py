@@ -32,7 +32,7 @@ def verify(run: RunArgument) -> None:
     """Compare every checkpoint with its checksums. Also those in `checkpoint.remote`; exit code 1 if any is damaged."""
     require_folder(run)
     from echelon.ground.checksums import find_faults
-    from echelon.learn.checkpoint.folder import list_checkpoints, require_run
+    from echelon.learn.checkpoint.folder import find_source, list_checkpoints, require_run
     from echelon.run.folder.remote_start import describe_remote
 
     require_run(run)
@@ -42,7 +42,9 @@ def verify(run: RunArgument) -> None:
         faults = find_faults(checkpoint.path, checksums=True)
         if not checkpoint.path.exists():
             continue  # a live run removed it meanwhile
-        show(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
+        source = find_source(checkpoint.path)
+        state = f"damaged: {'; '.join(faults)}" if faults else f"whole with {source}" if source else "whole"
+        show(f"step {checkpoint.step}  {state}")
         num_damaged += bool(faults)
     if not checkpoints:
         show(f"checkpoint: {run} has none yet")

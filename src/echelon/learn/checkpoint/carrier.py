@@ -1,37 +1,54 @@
-"""Transfers checkpoints between machines without a shared folder: stored on rank 0's, copied to the others to load.
+"""Transfers checkpoints of machines without a shared folder: through an object store, or to rank 0's machine and back.
 
-A rank on another machine writes its file to a local folder and sends it to rank 0, which publishes the checkpoint as
-on a shared folder. The checkpoint is therefore complete on one machine, and does not depend on the others.
+Every rank writes its file to a local folder. With an object store, all ranks upload theirs at once, and at a restart
+each machine fetches the files that its ranks read: no machine handles more than its part. Without one, or while it
+fails, ranks on other machines send their files to rank 0, which publishes the checkpoint as on a shared folder. It is
+then complete on one machine, and does not depend on the others.
 """
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.ground.checksums import MANIFEST, find_faults, list_files
-from echelon.ground.stored import sync_path
-from echelon.learn.checkpoint.folder import Checkpoint
+from echelon.ground.checksums import ELSEWHERE, MANIFEST, Files, find_faults, list_files
+from echelon.ground.object_store import ObjectStore, ObjectStoreError, describe_failure, retried
+from echelon.ground.stored import read_bytes, sync_path
+from echelon.learn.checkpoint.fill import find_needed
+from echelon.learn.checkpoint.folder import Checkpoint, fetch_files, find_source
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 
 CHUNK_BYTES = 64 * 2**20
 """Size of a transferred chunk, and so the memory that a transfer needs."""
+
+# Between attempts to upload a file. After them it goes to rank 0's machine: a run that is told to stop has little time.
+_DELAYS_SECONDS = (1.0, 4.0)
 
 
 class Carrier:
     """Transfers files over a gloo group of all ranks. Every method except `writing` and `discard` is collective.
 
     `machine` identifies this machine; `scratch` is a local folder for files in transit, which no other run uses.
+    `store` is the object store of the run's checkpoints; None without one.
     """
 
-    def __init__(self, machine: str, scratch: Path, group: dist.ProcessGroup) -> None:
+    def __init__(self, machine: str, scratch: Path, group: dist.ProcessGroup, store: ObjectStore | None = None) -> None:
         machines = gather_objects(machine, group)
         self._group = group
         self._scratch = scratch
+        self.store = store
+        # The ranks of this machine divide what is done once per machine.
+        self._peers = [rank for rank, name in enumerate(machines) if name == machine]
+        self.part = self._peers.index(dist.get_rank()), len(self._peers)
+        """Which share of its machine's work is this rank's, and how many shares there are."""
+        self.kept_fraction = 1.0 if store is None else machines.count(machines[0]) / len(machines)
+        """The part of a checkpoint that rank 0's machine keeps."""
         self._elsewhere = [rank for rank, name in enumerate(machines) if name != machines[0]]
         # One rank of each machine receives files for all its ranks.
         self._firsts = [rank for rank in self._elsewhere if machines.index(machines[rank]) == rank]
@@ -43,6 +60,22 @@ class Carrier:
     def writing(self, folder: Path) -> Path:
         """Return the folder in which this rank writes its part of `folder` on rank 0."""
         return folder if self.is_here else self._scratch / folder.name
+
+    def upload(self, writing: Path, folder: str | None, described: Files) -> str | None:
+        """Upload the files that this rank has written, to a folder of the object store that rank 0 names.
+
+        Returns why it was not possible on a rank, the same on every rank.
+        """
+        folder, reason = broadcast_object(folder, self._group), None
+        if folder is None or self.store is None:
+            return "the object store takes no files"
+        try:
+            for name in described:
+                send = partial(self.store.upload, self.writing(writing) / name, f"{folder}/{name}")
+                retried(send, _DELAYS_SECONDS, time.sleep)
+        except Exception as error:  # of the client library too
+            reason = str(error) if isinstance(error, ObjectStoreError) else describe_failure(error)
+        return next((each for each in gather_objects(reason, self._group) if each is not None), None)
 
     def collect(self, folder: Path) -> str | None:
         """Send the files of ranks on other machines to rank 0, into `folder`. Rank 0 returns why that failed, if so."""
@@ -66,20 +99,51 @@ class Carrier:
                 path.unlink()
         return reason
 
-    def bring(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint on this machine's disk, after copying it from rank 0's machine if necessary.
+    def bring(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> tuple[Checkpoint, list[str]]:
+        """Copy what this machine lacks of a checkpoint to its disk, and return it there; or its faults.
 
-        Raises OSError on all ranks if the disk of a machine is full.
+        From the object store only the files that the ranks of this machine read to fill `tensors`, which may be on the
+        meta device; from rank 0's machine all. The ranks of a machine divide the files to hash.
+
+        Raises OSError on all ranks if the disk of a machine is full, or the object store fails.
         """
-        manifest = (checkpoint.path / MANIFEST).read_bytes() if dist.get_rank() == 0 else b""
-        manifest = broadcast_object(manifest, self._group)  # on all ranks, also those whose disk has the checkpoint
-        mine = self.is_here or _holds(checkpoint.path, manifest)
-        copy = self._scratch / checkpoint.path.name
-        if not all(gather_objects(mine, self._group)):
-            faults = gather_objects(self._broadcast(checkpoint.path, copy, wanted=not mine), self._group)
-            if any(faults):
-                raise OSError(next(fault for fault in faults if fault))
-        return checkpoint if mine else Checkpoint(checkpoint.step, copy)
+        copy = Checkpoint(checkpoint.step, self._scratch / checkpoint.path.name)
+        small: dict[str, bytes] = {}
+        if dist.get_rank() == 0:
+            names = [path for path in list_files(checkpoint.path) if not path.name.startswith("__")]
+            is_partial = (checkpoint.path / ELSEWHERE).exists()
+            small = {path.name: read_bytes(path) for path in names if is_partial or path.name == MANIFEST}
+        small = broadcast_object(small, self._group)
+        if ELSEWHERE in small:
+            local = checkpoint if self.is_here else copy
+            failure, faults = self._fetch(local.path, small, tensors)
+        else:
+            intact = self.is_here or _holds(checkpoint.path, small[MANIFEST], self.part)
+            everywhere = gather_objects(intact, self._group)
+            mine, failure, faults = all(everywhere[rank] for rank in self._peers), None, []
+            local = checkpoint if mine else copy
+            if not all(everywhere):
+                failure = self._broadcast(checkpoint.path, copy.path, wanted=not mine)
+        answers = gather_objects((failure, faults), self._group)
+        if reason := next((reason for reason, _ in answers if reason), None):
+            raise OSError(f"{checkpoint.path.name} could not be copied to every machine: {reason}")
+        return local, list(dict.fromkeys(fault for _, phrases in answers for fault in phrases))
+
+    def _fetch(
+        self, folder: Path, small: Mapping[str, bytes], tensors: Mapping[str, Tensor]
+    ) -> tuple[str | None, list[str]]:
+        """Fetch this rank's share of the files that its machine needs. Returns why that failed, and damaged files."""
+        failure = _write_small(folder, small) if dist.get_rank() in self._firsts else None
+        if any(gather_objects(failure, self._group)):
+            return failure, []
+        needed = gather_objects(find_needed(folder, tensors), self._group)
+        names = sorted(set().union(*(needed[rank] for rank in self._peers)))
+        try:
+            return None, fetch_files(folder, names[self.part[0] :: self.part[1]])
+        except ObjectStoreError as error:
+            return f"{find_source(folder)} cannot be read ({error})", []
+        except OSError as error:
+            return str(error), []
 
     def clear(self) -> None:
         """Remove the copies on this machine, after every rank has loaded them. Collective."""
@@ -120,11 +184,22 @@ class Carrier:
             yield chunk
 
 
-def _holds(path: Path, manifest: bytes) -> bool:
-    """Whether a folder is an intact copy of the checkpoint with this manifest."""
+def _holds(path: Path, manifest: bytes, part: tuple[int, int]) -> bool:
+    """Whether a share of a folder's files is an intact copy of that of the checkpoint with this manifest."""
     with suppress(OSError):
-        return (path / MANIFEST).read_bytes() == manifest and not find_faults(path, checksums=True)
+        return (path / MANIFEST).read_bytes() == manifest and not find_faults(path, True, *part, whole=True)
     return False
+
+
+def _write_small(folder: Path, files: Mapping[str, bytes]) -> str | None:
+    """Write small files to a folder. Returns why that failed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _lengths(size: int) -> Iterator[int]:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -58,6 +59,21 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         load(dict(matched), storage_reader=SafeReader(folder), **options)
     except CheckpointException as error:
         raise CheckpointError(f"Checkpoint {folder} cannot be read: {find_reason(error)}.") from error
+
+
+def find_needed(folder: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the files that this rank reads to fill its tensors, which may be on the meta device."""
+    metadata = read_metadata(folder)
+    saved = {
+        name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    matched = {
+        name: tensor
+        for name, tensor in match_replicas(tensors, saved).items()
+        if name in saved and saved[name].size == tensor.shape
+    }
+    items = create_default_local_load_plan(matched, metadata).items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
 def _drop_ranks(

@@ -6,16 +6,31 @@ and is removed by the next start.
 """
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.ground.checksums import MANIFEST, check_files, find_faults, remove_tree, write_manifest
+from echelon.ground import mirror
+from echelon.ground.checksums import (
+    ELSEWHERE,
+    MANIFEST,
+    check_files,
+    find_absent,
+    find_faults,
+    parse_manifest,
+    remove_tree,
+    write_manifest,
+)
 from echelon.ground.errors import CheckpointError, ConfigError
+from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.run_files import is_run, sweep_checkpoints
 from echelon.ground.stored import parse_json, read_bytes, read_json, sync_path, write_json
+
+logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 
@@ -64,6 +79,7 @@ def newest_of(run: Path, checksums: bool = False) -> Checkpoint:
     Raises ConfigError if there is none, CheckpointError if it is damaged.
     """
     newest = _some_checkpoints(run)[-1]
+    complete(newest.path)
     try:
         check_files(newest.path, checksums)
     except CheckpointError as error:
@@ -82,6 +98,7 @@ def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
     if which is None or which == "newest":
         return newest_of(run, checksums=True)
     checkpoint = find_checkpoint(run, which)
+    complete(checkpoint.path)
     check_files(checkpoint.path, checksums=True)
     return checkpoint
 
@@ -129,6 +146,44 @@ def _some_checkpoints(run: Path) -> list[Checkpoint]:
     return checkpoints
 
 
+def fetch_files(folder: Path, names: Collection[str] | None = None) -> list[str]:
+    """Fetch the files of a checkpoint that this machine lacks from its object store, by default all of them.
+
+    Returns a phrase for each that is damaged there. Raises ObjectStoreError, or OSError if the disk here is full.
+    """
+    source = read_json(folder / ELSEWHERE)
+    files = parse_manifest(read_bytes(folder / MANIFEST))[1]
+    absent = find_absent(folder, {name: entry for name, entry in files.items() if names is None or name in names})
+    store = ObjectStore(source["url"])
+    return mirror.fetch(store, source["folder"], absent, folder, mirror.RETRY_DELAYS_SECONDS) if absent else []
+
+
+def complete(folder: Path) -> None:
+    """Fetch all files of a checkpoint that this machine lacks. Raises ObjectStoreError; damaged ones stay missing."""
+    if (folder / ELSEWHERE).exists():
+        logger.info(f"Fetching the files of {folder.name} that other machines wrote, from {find_source(folder)}.")
+        try:
+            if not fetch_files(folder):
+                (folder / ELSEWHERE).unlink()
+        except ObjectStoreError as error:
+            error.args = (f"{folder}: its other files, in {find_source(folder)}, cannot be read ({error}).",)
+            raise
+
+
+def find_source(folder: Path) -> str | None:
+    """The address of the files of a checkpoint that this machine lacks; None if it has all."""
+    with suppress(OSError):
+        source = read_json(folder / ELSEWHERE)
+        return f"{source['url']}/{source['folder']}"
+    return None
+
+
+def write_contents(writing: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Write the state and the manifest of a written folder; `described` has the entries that are already known."""
+    write_json(writing / STATE, dict(state))
+    write_manifest(writing, described)
+
+
 def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
     """Complete a written folder and rename it to its final name, so that it is complete or absent after any crash.
 
@@ -136,8 +191,7 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Map
     A checkpoint of the same name, from before a resume, is replaced. Between the two renames it has a hidden name, from
     which `sweep_checkpoints` can restore it; it is removed when the new one is on the disk.
     """
-    write_json(writing / STATE, dict(state))
-    write_manifest(writing, described)
+    write_contents(writing, state, described)
     give_name(writing, final)
 
 

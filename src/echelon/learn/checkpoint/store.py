@@ -28,18 +28,21 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
-from echelon.ground.checksums import describe_files, find_faults, list_files
+from echelon.ground.checksums import ELSEWHERE, Files, describe_files, find_faults, list_files
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import sweep_checkpoints
-from echelon.ground.stored import sync_path
+from echelon.ground.stored import sync_path, write_json
 from echelon.learn.checkpoint.carrier import Carrier
 from echelon.learn.checkpoint.fill import fill_tensors, find_reason
 from echelon.learn.checkpoint.folder import (
     Checkpoint,
+    complete,
     describe_newest,
     find_checkpoints,
+    give_name,
     prune,
     publish,
+    write_contents,
 )
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 
@@ -266,6 +269,15 @@ class Uploads(Protocol):
         `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
         """
 
+    def begin(self, checkpoint: Checkpoint) -> str | None:
+        """The folder of the store to which the ranks upload their files of a checkpoint; None if it takes none now.
+
+        `checkpoint`: as it is written, not yet published.
+        """
+
+    def finish(self, sent: Files) -> bool:
+        """Publish in the store the checkpoint of `begin`, of which the ranks have sent these files; False if not."""
+
     def wait(self, seconds: float) -> bool:
         """Wait at most this long for the remaining uploads; return whether waiting is over."""
 
@@ -286,7 +298,8 @@ class CheckpointStore:
 
     `note` receives the events `save` when a save begins, `publish` when all ranks have written, `checkpoint` when it is
     published, and `save_failed`. `uploads` is offered every checkpoint. Both are used on rank 0 only, also from the
-    thread. `carry` creates the Carrier if machines do not share `folder`; rank 0's machine then stores the checkpoints.
+    thread. `carry` creates the Carrier if machines do not share `folder`; checkpoints are then in its object store,
+    or on rank 0's machine.
     `new_group` forms a process group of all ranks over gloo; by default torch's function does.
     """
 
@@ -312,6 +325,7 @@ class CheckpointStore:
         self._carrier = None if carry is None else carry(self._group)
         self._stager = Stager()
         self._owned_elsewhere: set[str] = set()
+        self._shapes: dict[str, torch.Tensor] = {}
         self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._retries = Retries()
@@ -333,11 +347,14 @@ class CheckpointStore:
             CheckpointError: the same on every rank; the message has the bytes needed and free if space is the reason.
         """
         # `numel` of a DTensor is that of the full tensor.
-        sizes = {name: copies * tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        part = 1.0 if self._carrier is None else self._carrier.kept_fraction
+        sizes = {name: round(part * copies * each.numel() * each.element_size()) for name, each in tensors.items()}
         is_here = self._carrier is None or self._carrier.is_here
         rehearse_save(self._folder, sizes, self._group, is_here)
         self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
         self._stager.prepare(self._own(tensors))
+        if self._carrier is not None:
+            self._shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save a checkpoint, and remove all but the newest few.
@@ -463,23 +480,29 @@ class CheckpointStore:
         checkpoints = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
         for checkpoint in reversed([checkpoint for checkpoint in checkpoints if checkpoint.step > beyond]):
             began = time.monotonic()
+            if self._carrier is None and self._is_publisher:
+                complete(checkpoint.path)
+            dist.barrier(self._group)
             shares = gather_objects(self._find_faults(checkpoint), self._group)
             faults = list(dict.fromkeys(fault for share in shares for fault in share))
             seconds = time.monotonic() - began
             if seconds > _LONG_SECONDS and self._is_publisher:
                 logger.info(f"Verifying the checksums of {checkpoint.path.name} took {seconds:.0f} s.")
+            local = checkpoint
+            if not faults and self._carrier is not None:
+                local, faults = self._carrier.bring(checkpoint, self._shapes)
             if not faults:
-                return checkpoint if self._carrier is None else self._carrier.bring(checkpoint)
+                return local
             self._damaged.add(checkpoint.step)
             if self._is_publisher:
                 logger.warning(f"Skipping a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
         return None
 
     def _find_faults(self, checkpoint: Checkpoint) -> list[str]:
-        """Verify this rank's share of the files; rank 0 verifies all without a shared folder."""
+        """Verify this rank's share of the files. Without a shared folder the ranks of rank 0's machine verify all."""
         if self._carrier is None:
-            return find_faults(checkpoint.path, True, self._rank, dist.get_world_size(self._group))
-        return find_faults(checkpoint.path, True) if self._is_publisher else []
+            return find_faults(checkpoint.path, True, self._rank, dist.get_world_size(self._group), whole=True)
+        return find_faults(checkpoint.path, True, *self._carrier.part) if self._carrier.is_here else []
 
     def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
         """Fill `tensors` in place, whatever plan wrote the checkpoint.
@@ -509,14 +532,18 @@ class CheckpointStore:
         logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
         reports = gather_objects(mine, self._group)
         reason = next((report for report, _ in reports if report is not None), None)
+        described = {name: entry for _, report in reports for name, entry in report.items()}
+        is_sent = False
         if self._carrier is not None:
-            reason = self._carrier.collect(writing) if reason is None else self._carrier.discard(writing, reason)
+            is_sent = reason is None and self._send(Checkpoint(checkpoint.step, writing), state, mine[1], described)
+            collects = reason is None and not is_sent
+            reason = self._carrier.collect(writing) if collects else self._carrier.discard(writing, reason)
         if self._is_publisher:
             if reason is None:
-                described = {name: entry for _, report in reports for name, entry in report.items()}
-                reason = self._publish(writing, checkpoint, state, described)
+                publishing = give_name if is_sent else partial(publish, state=state, described=described)
+                reason = self._publish(writing, checkpoint, publishing)
             if reason is None:
-                self._conclude(checkpoint, keep, time.monotonic() - began)
+                self._conclude(checkpoint, keep, time.monotonic() - began, is_sent)
             else:
                 self._give_up(checkpoint, reason)
         reason = gather_objects(reason, self._group)[0]  # every rank waits for all others here
@@ -536,21 +563,41 @@ class CheckpointStore:
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             return find_reason(error), {}
 
-    def _publish(
-        self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: dict[str, Any]
-    ) -> str | None:
+    def _send(self, written: Checkpoint, state: dict[str, Any], mine: Files, described: Files) -> bool:
+        """Upload a checkpoint from all machines at once. Returns whether it is published in the object store.
+
+        If not, rank 0's machine collects it, and uploads it later.
+        """
+        assert self._carrier is not None
+        if self._carrier.store is None:
+            return False
+        folder = None if self._uploads is None else self._uploads.begin(written)
+        reason, is_sent = self._carrier.upload(written.path, folder, mine), False
+        if reason is None and self._uploads is not None:
+            try:
+                write_contents(written.path, state, described)
+                is_sent = self._uploads.finish(described)
+                if is_sent:
+                    write_json(written.path / ELSEWHERE, {"url": self._carrier.store.url, "folder": folder})
+            except Exception as error:
+                reason = find_reason(error)
+        if reason is not None:
+            logger.debug(f"checkpoint: step {written.step} is not uploaded by all machines: {reason}")
+        return broadcast_object(is_sent and reason is None, self._group)
+
+    def _publish(self, writing: Path, checkpoint: Checkpoint, publishing: Callable[[Path, Path], None]) -> str | None:
         """On rank 0, publish the checkpoint. Returns why that failed, or None."""
         self._tell("publish", checkpoint.step)
         try:
-            publish(writing, checkpoint.path, state, described)
+            publishing(writing, checkpoint.path)
         except Exception as error:
             return find_reason(error)
         return None
 
-    def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
+    def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float, is_sent: bool) -> None:
         """After a successful save, record the event and remove old checkpoints."""
         self._damaged.discard(checkpoint.step)
-        uploading = () if self._uploads is None else self._uploads.offer(checkpoint, keep)
+        uploading = () if self._uploads is None else self._uploads.offer(checkpoint, keep, if_missing=is_sent)
         self._tell("checkpoint", checkpoint.step, seconds=seconds)
         try:
             prune(self._folder, self._keep_last, (keep, *uploading), self._damaged)

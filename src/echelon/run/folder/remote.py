@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from echelon.ground import mirror
 from echelon.ground.checksums import FORMAT, MANIFEST, Files, check_files, describe_files, parse_manifest
@@ -111,20 +112,27 @@ class RemoteRuns:
         )
 
     def publish(
-        self, run: str, checkpoint: Checkpoint, folder: str, bundle: Path, may_publish: Callable[[], bool]
+        self,
+        run: str,
+        checkpoint: Checkpoint,
+        folder: str,
+        bundle: Path,
+        may_publish: Callable[[], bool],
+        sent: Files = MappingProxyType({}),
     ) -> int:
         """Upload a local checkpoint and write its marker; return its size in bytes, 0 if `may_publish` returned False.
 
         Complete files of an earlier attempt in `folder` are not sent again. `may_publish` is called before the marker
-        is written.
+        is written. `sent`: the files that other machines have just sent, as they wrote them.
 
         Raises:
             CheckpointError: the local checkpoint is damaged.
         """
-        check_files(checkpoint.path, checksums=True)
+        if not sent:
+            check_files(checkpoint.path, checksums=True)
         files = dict(parse_manifest(read_bytes(checkpoint.path / MANIFEST))[1])
         files |= describe_files([checkpoint.path / MANIFEST])
-        sources = {name: checkpoint.path / name for name in files}
+        sources = {name: checkpoint.path / name for name in files if name not in sent}
         files[BUNDLE] = describe_files([bundle])[bundle.name]
         mirror.send(self._store, f"{run}/{folder}", {**sources, BUNDLE: bundle}, files, sent=sources)
         if not may_publish():
@@ -134,7 +142,7 @@ class RemoteRuns:
         mirror.write_marker(self._store, name, files, step=checkpoint.step, folder=folder)
         return mirror.count_bytes(files)
 
-    def prune(self, run: str, newest: int, keep_last: int, keep: int | None) -> None:
+    def prune(self, run: str, newest: int, keep_last: int, keep: int | None, spared: str = "") -> None:
         """Remove checkpoints older than the newest `keep_last` intact ones up to step `newest`, except step `keep`.
 
         Checkpoints beyond `newest` are ignored: they belong to a history that a resume has abandoned.
@@ -145,12 +153,15 @@ class RemoteRuns:
         for checkpoint in checkpoints:
             if checkpoint.step < oldest and checkpoint.step != keep:
                 self._store.remove([f"{run}/{_marker(checkpoint.step)}"])
-        self.sweep(run)
+        self.sweep(run, spared)
 
-    def sweep(self, run: str) -> None:
-        """Remove files that no marker names, unless an unreadable marker might. Only the writer may call this."""
+    def sweep(self, run: str, spared: str = "") -> None:
+        """Remove files that no marker names, unless an unreadable marker might. Only the writer may call this.
+
+        `spared`: a folder to which files are sent at this moment.
+        """
         markers = self.find(run)
-        named = {marker.folder for marker in markers}
+        named = {spared, *(marker.folder for marker in markers)}
         unread = tuple(f"{marker.name}-" for marker in markers if not marker.folder)
         folders = {name.partition("/")[0] for name in self._store.sizes(run) if "/" in name}
         for folder in sorted(folders - named):

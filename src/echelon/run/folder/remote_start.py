@@ -8,14 +8,17 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from echelon.ground.checksums import find_faults
+from echelon.ground.checksums import ELSEWHERE, find_faults
 from echelon.ground.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
+from echelon.ground.launch_environment import shares_files
 from echelon.ground.mirror import count_bytes
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
 from echelon.ground.sizes import render_bytes
-from echelon.learn.checkpoint.folder import find_checkpoints, give_name, newest_whole
+from echelon.ground.stored import write_json
+from echelon.learn.checkpoint.folder import find_checkpoints, find_source, give_name, newest_whole
 from echelon.recipe.difference import blocking_differences
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe, parse_recipe
@@ -115,7 +118,8 @@ class RemoteStart:
 
     def _continue_without_server(self, folder: RunFolder, error: ObjectStoreError) -> None:
         """Continue from a local checkpoint. Without one, refuse: the server may have a run that would be repeated."""
-        if not folder.recipe_path.exists() or newest_whole(folder.checkpoints_dir) is None:
+        newest = newest_whole(folder.checkpoints_dir)
+        if not folder.recipe_path.exists() or newest is None or (newest.path / ELSEWHERE).exists():
             raise self._refusal(error) from None
         self._is_down = True
         logger.warning(
@@ -155,33 +159,47 @@ class RemoteStart:
     def _fetch_newest(self, folder: RunFolder, run: str, is_new: bool) -> None:
         assert self._remote is not None
         checkpoints = self._remote.find(run)
+        num_fetched = 0
         for checkpoint in reversed(checkpoints):
-            if not is_new and _has_whole_one(folder, checkpoint.step):
+            if not is_new and self._has_whole_one(folder, run, checkpoint):
                 return
-            if self._fetch(folder, run, checkpoint):
+            num_fetched += self._fetch(folder, run, checkpoint, unpacks=num_fetched == 0)
+            # Where each machine fetches its files later, others are at hand if they are damaged.
+            if num_fetched and (shares_files() or not is_new):
                 return
-        if is_new and checkpoints:
+        if is_new and checkpoints and not num_fetched:
             raise CheckpointError(
                 f"All checkpoints in {self._remote.url} are damaged, and {folder.path} has none; pass --fresh to start "
                 "a new run, which keeps them there."
             )
 
-    def _fetch(self, folder: RunFolder, run: str, checkpoint: RemoteCheckpoint) -> bool:
-        """Download a checkpoint and publish it if it is intact; return whether it is."""
+    def _fetch(self, folder: RunFolder, run: str, checkpoint: RemoteCheckpoint, unpacks: bool) -> bool:
+        """Download a checkpoint and publish it if it is intact; return whether it is.
+
+        Of machines that share no folder, each fetches the files of its ranks later. `unpacks`: whether the run's other
+        files are restored from it too.
+        """
         assert self._remote is not None
+        if not shares_files():
+            files = {name: entry for name, entry in checkpoint.files.items() if not name.startswith("__")}
+            checkpoint = replace(checkpoint, files=files)
         remote, began = self._remote, time.monotonic()
         writing = folder.checkpoints_dir / f".writing-{checkpoint.step:08d}"
         num_bytes = count_bytes(checkpoint.files)
         if not checkpoint.faults:
             logger.info(f"Downloading {checkpoint.name} ({render_bytes(num_bytes)}) from {remote.url}.")
         try:
-            if faults := remote.download(run, checkpoint, writing) or find_faults(writing):
+            faults = remote.download(run, checkpoint, writing)
+            if not shares_files():
+                write_json(writing / ELSEWHERE, {"url": remote.url, "folder": f"{run}/{checkpoint.folder}"})
+            if faults := faults or find_faults(writing):
                 logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
                 return False
             bundle = folder.path / f".{BUNDLE}.tmp"
             (writing / BUNDLE).replace(bundle)
             give_name(writing, folder.checkpoints_dir / checkpoint.name)
-            unpack_bundle(bundle, folder)
+            if unpacks:
+                unpack_bundle(bundle, folder)
             bundle.unlink()
         except OSError as error:
             raise EchelonError(
@@ -194,11 +212,18 @@ class RemoteStart:
         logger.info(f"Downloaded {checkpoint.name} and verified its checksums in {seconds:.1f} s.")
         return True
 
+    def _has_whole_one(self, folder: RunFolder, run: str, checkpoint: RemoteCheckpoint) -> bool:
+        """Whether the run folder has this checkpoint or a later one intact; verifies checksums unless finished.
 
-def _has_whole_one(folder: RunFolder, step: int) -> bool:
-    """Whether the run folder has an intact checkpoint of this step or later; verifies checksums unless finished."""
-    local = [checkpoint for checkpoint in find_checkpoints(folder.checkpoints_dir) if checkpoint.step >= step]
-    return any(not find_faults(checkpoint.path, checksums=not folder.is_finished()) for checkpoint in reversed(local))
+        Of one whose other files are in the store, the store must have them.
+        """
+        assert self._remote is not None
+        sources = {None, f"{self._remote.url}/{run}/{checkpoint.folder}"}
+        local = [each for each in find_checkpoints(folder.checkpoints_dir) if each.step >= checkpoint.step]
+        return any(
+            find_source(each.path) in sources and not find_faults(each.path, checksums=not folder.is_finished())
+            for each in reversed(local)
+        )
 
 
 def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:

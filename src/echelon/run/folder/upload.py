@@ -10,7 +10,9 @@ import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from echelon.ground.checksums import Files
 from echelon.ground.errors import CheckpointError, EchelonError
 from echelon.ground.object_store import ObjectStore, describe_failure
 from echelon.ground.stored import read_text
@@ -46,7 +48,7 @@ class QueuedUpload:
     @property
     def folder(self) -> str:
         """The folder it is uploaded to, unique to this upload."""
-        return f"{self.checkpoint.path.name}-{self.mark}"
+        return f"step-{self.checkpoint.step:08d}-{self.mark}"
 
 
 class Uploader:
@@ -67,6 +69,9 @@ class Uploader:
         self._changed = threading.Condition()
         self._current: QueuedUpload | None = None
         self._waiting: QueuedUpload | None = None
+        # What all ranks upload: its folder has no marker yet, and must not be swept.
+        self._joint: QueuedUpload | None = None
+        self._sweeping = threading.Lock()
         self._closing_since: float | None = None
         self._failing_since: float | None = None
         self._given_up = False
@@ -81,6 +86,7 @@ class Uploader:
 
         Returns the steps whose checkpoints must stay in the run folder until the next call.
         """
+        self._joint = None  # it has a marker, or this takes its place
         with self._changed:
             if self._given_up:
                 return ()
@@ -90,6 +96,24 @@ class Uploader:
         if left_out is not None:
             self._leave_out(left_out)
         return held
+
+    def begin(self, checkpoint: Checkpoint) -> str | None:
+        """See `Uploads`. Called in the thread of a save."""
+        job = QueuedUpload(checkpoint, None, if_missing=False)
+        with self._sweeping:
+            self._joint = job
+        try:
+            if self.is_failing or self._given_up:
+                return None
+            self._claim()
+            return None if self._given_up else f"{self._run}/{job.folder}"
+        except Exception:  # rank 0's machine collects the files: their upload reports what keeps failing
+            return None
+
+    def finish(self, sent: Files) -> bool:
+        """See `Uploads`. Called in the thread of a save."""
+        assert self._joint is not None
+        return self._publish(self._joint, sent)
 
     def is_done(self) -> bool:
         """Whether no upload is left, or the uploader has given up."""
@@ -184,25 +208,35 @@ class Uploader:
             self._give_up(f"{self._remote.url} now belongs to another run")
             return
         self._remote.claim(Owner(self._run, read_text(self._folder.recipe_path), self._writer))
-        self._remote.sweep(self._run)
+        with self._sweeping:
+            self._remote.sweep(self._run, self._spared)
         self._has_claimed = True
+
+    @property
+    def _spared(self) -> str:
+        return "" if self._joint is None else self._joint.folder
 
     def _upload(self, job: QueuedUpload) -> None:
         if self._given_up:
             return
+        if self._is_there(job) or self._publish(job):
+            with self._sweeping:
+                self._remote.prune(self._run, job.checkpoint.step, self._keep_last, job.keep, self._spared)
+
+    def _publish(self, job: QueuedUpload, sent: Files = MappingProxyType({})) -> bool:
+        """Send what was not sent before, and write the marker; return whether this process may still do that."""
         step, began = job.checkpoint.step, time.monotonic()
-        if not self._is_there(job):
-            bundle = self._folder.path / f".run.zip.{self._writer}.tmp"
-            try:
-                write_bundle(self._folder, step, bundle)
-                num_bytes = self._remote.publish(self._run, job.checkpoint, job.folder, bundle, self._is_writer)
-            finally:
-                bundle.unlink(missing_ok=True)
-            if num_bytes == 0:
-                self._give_up(f"another process has resumed this run and writes to {self._remote.url}")
-                return
-            self._record("upload", job, seconds=time.monotonic() - began, bytes=num_bytes)
-        self._remote.prune(self._run, step, self._keep_last, job.keep)
+        bundle = self._folder.path / f".run.zip.{self._writer}.{job.mark}.tmp"
+        try:
+            write_bundle(self._folder, step, bundle)
+            num_bytes = self._remote.publish(self._run, job.checkpoint, job.folder, bundle, self._is_writer, sent)
+        finally:
+            bundle.unlink(missing_ok=True)
+        if num_bytes == 0:
+            self._give_up(f"another process has resumed this run and writes to {self._remote.url}")
+            return False
+        self._record("upload", job, seconds=time.monotonic() - began, bytes=num_bytes)
+        return True
 
     def _upload_kept(self, step: int) -> None:
         """Upload the best checkpoint if it was skipped when it was saved."""

@@ -7,6 +7,7 @@ from functools import partial
 import torch.distributed as dist
 
 from echelon.ground.launch_environment import find_host_dir, find_snapshot_dir, shares_files
+from echelon.ground.object_store import ObjectStore
 from echelon.learn.checkpoint.carrier import Carrier
 from echelon.learn.checkpoint.snapshot import HeldSnapshot, PeerMemory, Snapshots, SnapshotsByStep
 from echelon.learn.checkpoint.store import CheckpointStore
@@ -32,13 +33,15 @@ def build_store(recipe: Recipe, folder: RunFolder, meshes: Meshes) -> Checkpoint
     """The run's checkpoint store, which writes an event for each save and logs faults. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
 
+    # On every rank: its packages are imported in the main thread.
+    bucket = None if recipe.checkpoint.remote is None or shares_files() else ObjectStore(recipe.checkpoint.remote)
     uploads = None
     if recipe.checkpoint.remote is not None and meshes.is_first:
         uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, folder.rows.append_event)
 
     def carry(group: dist.ProcessGroup) -> Carrier:
         # Outside the run folder, which may be copied while it is written (SageMaker), including partial files.
-        return Carrier(str(find_host_dir()), recipe.prepared_dir / ".carried", group)
+        return Carrier(str(find_host_dir()), recipe.prepared_dir / ".carried", group, bucket)
 
     return CheckpointStore(
         folder.checkpoints_dir,
