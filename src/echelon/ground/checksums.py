@@ -13,7 +13,7 @@ from echelon.ground.stored import parse_json, read_bytes, write_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 ELSEWHERE = "elsewhere.json"
-"""In a folder without all files of its manifest: the address and the folder of an object store that has them."""
+"""In a folder without all files of its manifest: the address of the folder of an object store that has them."""
 
 _FILES_AT_ONCE = 4
 _REMOVALS = 20

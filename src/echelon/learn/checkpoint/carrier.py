@@ -110,17 +110,29 @@ class Carrier:
         copy = Checkpoint(checkpoint.step, self._scratch / checkpoint.path.name)
         small: dict[str, bytes] = {}
         if dist.get_rank() == 0:
-            names = [path for path in list_files(checkpoint.path) if not path.name.startswith("__")]
+            paths = [path for path in list_files(checkpoint.path) if not path.name.startswith("__")]
             is_partial = (checkpoint.path / ELSEWHERE).exists()
-            small = {path.name: read_bytes(path) for path in names if is_partial or path.name == MANIFEST}
+            small = {path.name: read_bytes(path) for path in paths if is_partial or path.name == MANIFEST}
         small = broadcast_object(small, self._group)
+        failure: str | None = None
+        faults: list[str] = []
         if ELSEWHERE in small:
             local = checkpoint if self.is_here else copy
-            failure, faults = self._fetch(local.path, small, tensors)
+            if dist.get_rank() in self._firsts:
+                local.path.mkdir(parents=True, exist_ok=True)
+                for name, content in small.items():
+                    (local.path / name).write_bytes(content)
+            dist.barrier(self._group)
+            needed = gather_objects(find_needed(local.path, tensors), self._group)
+            names = sorted(set().union(*(needed[rank] for rank in self._peers)))
+            try:
+                faults = fetch_files(local.path, names[self.part[0] :: self.part[1]])
+            except (ObjectStoreError, OSError) as error:
+                failure = f"{find_source(local.path)}: {error}"
         else:
             intact = self.is_here or _holds(checkpoint.path, small[MANIFEST], self.part)
             everywhere = gather_objects(intact, self._group)
-            mine, failure, faults = all(everywhere[rank] for rank in self._peers), None, []
+            mine = all(everywhere[rank] for rank in self._peers)
             local = checkpoint if mine else copy
             if not all(everywhere):
                 failure = self._broadcast(checkpoint.path, copy.path, wanted=not mine)
@@ -128,22 +140,6 @@ class Carrier:
         if reason := next((reason for reason, _ in answers if reason), None):
             raise OSError(f"{checkpoint.path.name} could not be copied to every machine: {reason}")
         return local, list(dict.fromkeys(fault for _, phrases in answers for fault in phrases))
-
-    def _fetch(
-        self, folder: Path, small: Mapping[str, bytes], tensors: Mapping[str, Tensor]
-    ) -> tuple[str | None, list[str]]:
-        """Fetch this rank's share of the files that its machine needs. Returns why that failed, and damaged files."""
-        failure = _write_small(folder, small) if dist.get_rank() in self._firsts else None
-        if any(gather_objects(failure, self._group)):
-            return failure, []
-        needed = gather_objects(find_needed(folder, tensors), self._group)
-        names = sorted(set().union(*(needed[rank] for rank in self._peers)))
-        try:
-            return None, fetch_files(folder, names[self.part[0] :: self.part[1]])
-        except ObjectStoreError as error:
-            return f"{find_source(folder)} cannot be read ({error})", []
-        except OSError as error:
-            return str(error), []
 
     def clear(self) -> None:
         """Remove the copies on this machine, after every rank has loaded them. Collective."""
@@ -189,17 +185,6 @@ def _holds(path: Path, manifest: bytes, part: tuple[int, int]) -> bool:
     with suppress(OSError):
         return (path / MANIFEST).read_bytes() == manifest and not find_faults(path, True, *part, whole=True)
     return False
-
-
-def _write_small(folder: Path, files: Mapping[str, bytes]) -> str | None:
-    """Write small files to a folder. Returns why that failed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _lengths(size: int) -> Iterator[int]:

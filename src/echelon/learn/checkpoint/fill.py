@@ -64,14 +64,8 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
 def find_needed(folder: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the files that this rank reads to fill its tensors, which may be on the meta device."""
     metadata = read_metadata(folder)
-    saved = {
-        name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
-    }
-    matched = {
-        name: tensor
-        for name, tensor in match_replicas(tensors, saved).items()
-        if name in saved and saved[name].size == tensor.shape
-    }
+    sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
+    matched = {name: each for name, each in match_replicas(tensors, sizes).items() if sizes.get(name) == each.shape}
     items = create_default_local_load_plan(matched, metadata).items
     return {metadata.storage_data[item.storage_index].relative_path for item in items}
 

@@ -151,11 +151,10 @@ def fetch_files(folder: Path, names: Collection[str] | None = None) -> list[str]
 
     Returns a phrase for each that is damaged there. Raises ObjectStoreError, or OSError if the disk here is full.
     """
-    source = read_json(folder / ELSEWHERE)
+    url, _, source = read_json(folder / ELSEWHERE)["url"].rpartition("/")
     files = parse_manifest(read_bytes(folder / MANIFEST))[1]
-    absent = find_absent(folder, {name: entry for name, entry in files.items() if names is None or name in names})
-    store = ObjectStore(source["url"])
-    return mirror.fetch(store, source["folder"], absent, folder, mirror.RETRY_DELAYS_SECONDS) if absent else []
+    absent = find_absent(folder, {name: files[name] for name in files if names is None or name in names})
+    return mirror.fetch(ObjectStore(url), source, absent, folder, mirror.RETRY_DELAYS_SECONDS)
 
 
 def complete(folder: Path) -> None:
@@ -173,15 +172,8 @@ def complete(folder: Path) -> None:
 def find_source(folder: Path) -> str | None:
     """The address of the files of a checkpoint that this machine lacks; None if it has all."""
     with suppress(OSError):
-        source = read_json(folder / ELSEWHERE)
-        return f"{source['url']}/{source['folder']}"
+        return str(read_json(folder / ELSEWHERE)["url"])
     return None
-
-
-def write_contents(writing: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Write the state and the manifest of a written folder; `described` has the entries that are already known."""
-    write_json(writing / STATE, dict(state))
-    write_manifest(writing, described)
 
 
 def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
@@ -191,7 +183,8 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Map
     A checkpoint of the same name, from before a resume, is replaced. Between the two renames it has a hidden name, from
     which `sweep_checkpoints` can restore it; it is removed when the new one is on the disk.
     """
-    write_contents(writing, state, described)
+    write_json(writing / STATE, dict(state))
+    write_manifest(writing, described)
     give_name(writing, final)
 
 

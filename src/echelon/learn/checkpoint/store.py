@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
-from echelon.ground.checksums import ELSEWHERE, Files, describe_files, find_faults, list_files
+from echelon.ground.checksums import ELSEWHERE, Files, describe_files, find_faults, list_files, write_manifest
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import sweep_checkpoints
 from echelon.ground.stored import sync_path, write_json
 from echelon.learn.checkpoint.carrier import Carrier
 from echelon.learn.checkpoint.fill import fill_tensors, find_reason
 from echelon.learn.checkpoint.folder import (
+    STATE,
     Checkpoint,
     complete,
     describe_newest,
@@ -42,7 +43,6 @@ from echelon.learn.checkpoint.folder import (
     give_name,
     prune,
     publish,
-    write_contents,
 )
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 
@@ -269,13 +269,10 @@ class Uploads(Protocol):
         `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
         """
 
-    def begin(self, checkpoint: Checkpoint) -> str | None:
-        """The folder of the store to which the ranks upload their files of a checkpoint; None if it takes none now.
+    def begin(self, written: Checkpoint) -> str | None:
+        """The folder to which ranks upload their files of a checkpoint that is written; None if none are taken now."""
 
-        `checkpoint`: as it is written, not yet published.
-        """
-
-    def finish(self, sent: Files) -> bool:
+    def finish(self, sent: Collection[str]) -> bool:
         """Publish in the store the checkpoint of `begin`, of which the ranks have sent these files; False if not."""
 
     def wait(self, seconds: float) -> bool:
@@ -533,9 +530,8 @@ class CheckpointStore:
         reports = gather_objects(mine, self._group)
         reason = next((report for report, _ in reports if report is not None), None)
         described = {name: entry for _, report in reports for name, entry in report.items()}
-        is_sent = False
+        is_sent = reason is None and self._send(Checkpoint(checkpoint.step, writing), state, mine[1], described)
         if self._carrier is not None:
-            is_sent = reason is None and self._send(Checkpoint(checkpoint.step, writing), state, mine[1], described)
             collects = reason is None and not is_sent
             reason = self._carrier.collect(writing) if collects else self._carrier.discard(writing, reason)
         if self._is_publisher:
@@ -568,17 +564,17 @@ class CheckpointStore:
 
         If not, rank 0's machine collects it, and uploads it later.
         """
-        assert self._carrier is not None
-        if self._carrier.store is None:
+        if self._carrier is None or self._carrier.store is None:
             return False
         folder = None if self._uploads is None else self._uploads.begin(written)
         reason, is_sent = self._carrier.upload(written.path, folder, mine), False
         if reason is None and self._uploads is not None:
             try:
-                write_contents(written.path, state, described)
+                write_json(written.path / STATE, state)
+                write_manifest(written.path, described)
                 is_sent = self._uploads.finish(described)
                 if is_sent:
-                    write_json(written.path / ELSEWHERE, {"url": self._carrier.store.url, "folder": folder})
+                    write_json(written.path / ELSEWHERE, {"url": f"{self._carrier.store.url}/{folder}"})
             except Exception as error:
                 reason = find_reason(error)
         if reason is not None:

@@ -11,10 +11,9 @@ when that folder is complete. Archives with the files that a resume needs in add
 
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 
 from echelon.ground import mirror
 from echelon.ground.checksums import FORMAT, MANIFEST, Files, check_files, describe_files, parse_manifest
@@ -74,6 +73,8 @@ class RemoteRuns:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self.url = store.url
+        self.spared = ""
+        """A folder without a marker that `sweep` does not remove: files are sent to it."""
 
     def read_owner(self) -> Owner | None:
         """Return the owner of the address; None if it is unused. Raises CheckpointError if run.json is invalid."""
@@ -118,12 +119,12 @@ class RemoteRuns:
         folder: str,
         bundle: Path,
         may_publish: Callable[[], bool],
-        sent: Files = MappingProxyType({}),
+        sent: Collection[str] = (),
     ) -> int:
         """Upload a local checkpoint and write its marker; return its size in bytes, 0 if `may_publish` returned False.
 
         Complete files of an earlier attempt in `folder` are not sent again. `may_publish` is called before the marker
-        is written. `sent`: the files that other machines have just sent, as they wrote them.
+        is written. `sent`: the files that the ranks have just sent, as they wrote them.
 
         Raises:
             CheckpointError: the local checkpoint is damaged.
@@ -142,7 +143,7 @@ class RemoteRuns:
         mirror.write_marker(self._store, name, files, step=checkpoint.step, folder=folder)
         return mirror.count_bytes(files)
 
-    def prune(self, run: str, newest: int, keep_last: int, keep: int | None, spared: str = "") -> None:
+    def prune(self, run: str, newest: int, keep_last: int, keep: int | None) -> None:
         """Remove checkpoints older than the newest `keep_last` intact ones up to step `newest`, except step `keep`.
 
         Checkpoints beyond `newest` are ignored: they belong to a history that a resume has abandoned.
@@ -153,15 +154,12 @@ class RemoteRuns:
         for checkpoint in checkpoints:
             if checkpoint.step < oldest and checkpoint.step != keep:
                 self._store.remove([f"{run}/{_marker(checkpoint.step)}"])
-        self.sweep(run, spared)
+        self.sweep(run)
 
-    def sweep(self, run: str, spared: str = "") -> None:
-        """Remove files that no marker names, unless an unreadable marker might. Only the writer may call this.
-
-        `spared`: a folder to which files are sent at this moment.
-        """
+    def sweep(self, run: str) -> None:
+        """Remove files that no marker names, unless an unreadable marker might. Only the writer may call this."""
         markers = self.find(run)
-        named = {spared, *(marker.folder for marker in markers)}
+        named = {self.spared, *(marker.folder for marker in markers)}
         unread = tuple(f"{marker.name}-" for marker in markers if not marker.folder)
         folders = {name.partition("/")[0] for name in self._store.sizes(run) if "/" in name}
         for folder in sorted(folders - named):

@@ -191,7 +191,7 @@ class RemoteStart:
         try:
             faults = remote.download(run, checkpoint, writing)
             if not shares_files():
-                write_json(writing / ELSEWHERE, {"url": remote.url, "folder": f"{run}/{checkpoint.folder}"})
+                write_json(writing / ELSEWHERE, {"url": f"{remote.url}/{run}/{checkpoint.folder}"})
             if faults := faults or find_faults(writing):
                 logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
                 return False

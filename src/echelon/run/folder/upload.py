@@ -10,9 +10,7 @@ import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from echelon.ground.checksums import Files
 from echelon.ground.errors import CheckpointError, EchelonError
 from echelon.ground.object_store import ObjectStore, describe_failure
 from echelon.ground.stored import read_text
@@ -69,8 +67,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._current: QueuedUpload | None = None
         self._waiting: QueuedUpload | None = None
-        # What all ranks upload: its folder has no marker yet, and must not be swept.
-        self._joint: QueuedUpload | None = None
+        self._joint: QueuedUpload | None = None  # what all ranks upload
         self._sweeping = threading.Lock()
         self._closing_since: float | None = None
         self._failing_since: float | None = None
@@ -86,7 +83,7 @@ class Uploader:
 
         Returns the steps whose checkpoints must stay in the run folder until the next call.
         """
-        self._joint = None  # it has a marker, or this takes its place
+        self._remote.spared = ""  # what all ranks have uploaded has a marker, or this takes its place
         with self._changed:
             if self._given_up:
                 return ()
@@ -97,20 +94,19 @@ class Uploader:
             self._leave_out(left_out)
         return held
 
-    def begin(self, checkpoint: Checkpoint) -> str | None:
+    def begin(self, written: Checkpoint) -> str | None:
         """See `Uploads`. Called in the thread of a save."""
-        job = QueuedUpload(checkpoint, None, if_missing=False)
-        with self._sweeping:
-            self._joint = job
-        try:
-            if self.is_failing or self._given_up:
-                return None
-            self._claim()
-            return None if self._given_up else f"{self._run}/{job.folder}"
-        except Exception:  # rank 0's machine collects the files: their upload reports what keeps failing
+        if self._given_up or self.is_failing:
             return None
+        self._joint = QueuedUpload(written, None, if_missing=False)
+        with self._sweeping:
+            self._remote.spared = self._joint.folder
+        with suppress(Exception):  # rank 0's machine collects the files then, and their upload reports what fails
+            self._claim()
+            return None if self._given_up else f"{self._run}/{self._joint.folder}"
+        return None
 
-    def finish(self, sent: Files) -> bool:
+    def finish(self, sent: Collection[str]) -> bool:
         """See `Uploads`. Called in the thread of a save."""
         assert self._joint is not None
         return self._publish(self._joint, sent)
@@ -209,21 +205,17 @@ class Uploader:
             return
         self._remote.claim(Owner(self._run, read_text(self._folder.recipe_path), self._writer))
         with self._sweeping:
-            self._remote.sweep(self._run, self._spared)
+            self._remote.sweep(self._run)
         self._has_claimed = True
-
-    @property
-    def _spared(self) -> str:
-        return "" if self._joint is None else self._joint.folder
 
     def _upload(self, job: QueuedUpload) -> None:
         if self._given_up:
             return
         if self._is_there(job) or self._publish(job):
             with self._sweeping:
-                self._remote.prune(self._run, job.checkpoint.step, self._keep_last, job.keep, self._spared)
+                self._remote.prune(self._run, job.checkpoint.step, self._keep_last, job.keep)
 
-    def _publish(self, job: QueuedUpload, sent: Files = MappingProxyType({})) -> bool:
+    def _publish(self, job: QueuedUpload, sent: Collection[str] = ()) -> bool:
         """Send what was not sent before, and write the marker; return whether this process may still do that."""
         step, began = job.checkpoint.step, time.monotonic()
         bundle = self._folder.path / f".run.zip.{self._writer}.{job.mark}.tmp"
