@@ -8,27 +8,54 @@ then complete on one machine, and does not depend on the others.
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.ground.checksums import ELSEWHERE, MANIFEST, Files, find_faults, list_files
-from echelon.ground.object_store import ObjectStore, ObjectStoreError, describe_failure, retried
+from echelon.ground.errors import EchelonError
 from echelon.ground.stored import read_bytes, sync_path
-from echelon.learn.checkpoint.fill import find_needed
+from echelon.learn.checkpoint.fill import find_needed, find_reason
 from echelon.learn.checkpoint.folder import Checkpoint, fetch_files, find_source
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
+
+if TYPE_CHECKING:
+    from echelon.ground.object_store import ObjectStore
 
 CHUNK_BYTES = 64 * 2**20
 """Size of a transferred chunk, and so the memory that a transfer needs."""
 
 # Between attempts to upload a file. After them it goes to rank 0's machine: a run that is told to stop has little time.
 _DELAYS_SECONDS = (1.0, 4.0)
+
+
+class Uploads(Protocol):
+    """Copies published checkpoints elsewhere, in the background. No method is collective."""
+
+    def offer(self, checkpoint: Checkpoint, keep: int | None = None, if_missing: bool = False) -> Collection[int]:
+        """Schedule the upload of a checkpoint; returns the steps whose checkpoints must stay until the next call.
+
+        `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
+        """
+
+    def begin(self, written: Checkpoint) -> str | None:
+        """The folder to which ranks upload their files of a checkpoint that is written; None if none are taken now."""
+
+    def finish(self, sent: Collection[str]) -> bool:
+        """Publish in the store the checkpoint of `begin`, of which the ranks have sent these files; False if not."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this long for the remaining uploads; return whether waiting is over."""
+
+    def tell_unfinished(self) -> None:
+        """Log and record the checkpoint that will not be uploaded before this process ends, if there is one."""
 
 
 class Carrier:
@@ -38,7 +65,9 @@ class Carrier:
     `store` is the object store of the run's checkpoints; None without one.
     """
 
-    def __init__(self, machine: str, scratch: Path, group: dist.ProcessGroup, store: ObjectStore | None = None) -> None:
+    def __init__(
+        self, machine: str, scratch: Path, group: dist.ProcessGroup, store: "ObjectStore | None" = None
+    ) -> None:
         machines = gather_objects(machine, group)
         self._group = group
         self._scratch = scratch
@@ -66,6 +95,9 @@ class Carrier:
 
         Returns why it was not possible on a rank, the same on every rank.
         """
+        # Here: most runs have no store.
+        from echelon.ground.object_store import retried
+
         folder, reason = broadcast_object(folder, self._group), None
         if folder is None or self.store is None:
             return "the object store takes no files"
@@ -74,8 +106,8 @@ class Carrier:
                 send = partial(self.store.upload, self.writing(writing) / name, f"{folder}/{name}")
                 retried(send, _DELAYS_SECONDS, time.sleep)
         except Exception as error:  # of the client library too
-            reason = str(error) if isinstance(error, ObjectStoreError) else describe_failure(error)
-        return next((each for each in gather_objects(reason, self._group) if each is not None), None)
+            reason = find_reason(error)
+        return next((reason for reason in gather_objects(reason, self._group) if reason is not None), None)
 
     def collect(self, folder: Path) -> str | None:
         """Send the files of ranks on other machines to rank 0, into `folder`. Rank 0 returns why that failed, if so."""
@@ -108,27 +140,12 @@ class Carrier:
         Raises OSError on all ranks if the disk of a machine is full, or the object store fails.
         """
         copy = Checkpoint(checkpoint.step, self._scratch / checkpoint.path.name)
-        small: dict[str, bytes] = {}
-        if dist.get_rank() == 0:
-            paths = [path for path in list_files(checkpoint.path) if not path.name.startswith("__")]
-            is_partial = (checkpoint.path / ELSEWHERE).exists()
-            small = {path.name: read_bytes(path) for path in paths if is_partial or path.name == MANIFEST}
-        small = broadcast_object(small, self._group)
+        small = broadcast_object(_read_small(checkpoint.path) if dist.get_rank() == 0 else {}, self._group)
         failure: str | None = None
         faults: list[str] = []
         if ELSEWHERE in small:
             local = checkpoint if self.is_here else copy
-            if dist.get_rank() in self._firsts:
-                local.path.mkdir(parents=True, exist_ok=True)
-                for name, content in small.items():
-                    (local.path / name).write_bytes(content)
-            dist.barrier(self._group)
-            needed = gather_objects(find_needed(local.path, tensors), self._group)
-            names = sorted(set().union(*(needed[rank] for rank in self._peers)))
-            try:
-                faults = fetch_files(local.path, names[self.part[0] :: self.part[1]])
-            except (ObjectStoreError, OSError) as error:
-                failure = f"{find_source(local.path)}: {error}"
+            failure, faults = self._fetch(local.path, small, tensors)
         else:
             intact = self.is_here or _holds(checkpoint.path, small[MANIFEST], self.part)
             everywhere = gather_objects(intact, self._group)
@@ -136,10 +153,26 @@ class Carrier:
             local = checkpoint if mine else copy
             if not all(everywhere):
                 failure = self._broadcast(checkpoint.path, copy.path, wanted=not mine)
-        answers = gather_objects((failure, faults), self._group)
-        if reason := next((reason for reason, _ in answers if reason), None):
-            raise OSError(f"{checkpoint.path.name} could not be copied to every machine: {reason}")
-        return local, list(dict.fromkeys(fault for _, phrases in answers for fault in phrases))
+        failures = [reason for reason in gather_objects(failure, self._group) if reason]
+        if failures:
+            raise OSError(f"{checkpoint.path.name} could not be copied to every machine: {failures[0]}")
+        return local, list(dict.fromkeys(chain(*gather_objects(faults, self._group))))
+
+    def _fetch(
+        self, folder: Path, small: Mapping[str, bytes], tensors: Mapping[str, Tensor]
+    ) -> tuple[str | None, list[str]]:
+        """Fetch this rank's share of the files that its machine needs. Returns why that failed, and damaged files."""
+        if dist.get_rank() in self._firsts:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in small.items():
+                (folder / name).write_bytes(content)
+        dist.barrier(self._group)
+        needed = gather_objects(find_needed(folder, tensors), self._group)
+        names = sorted(set().union(*(needed[rank] for rank in self._peers)))
+        try:
+            return None, fetch_files(folder, names[self.part[0] :: self.part[1]])
+        except (EchelonError, OSError) as error:
+            return f"{find_source(folder)}: {error}", []
 
     def clear(self) -> None:
         """Remove the copies on this machine, after every rank has loaded them. Collective."""
@@ -178,6 +211,12 @@ class Carrier:
             chunk = torch.empty(length, dtype=torch.uint8)
             dist.broadcast(chunk, 0, group=self._receivers)
             yield chunk
+
+
+def _read_small(folder: Path) -> dict[str, bytes]:
+    """Read the manifest of a checkpoint, and the other small files if the large ones are elsewhere."""
+    pattern = "*" if (folder / ELSEWHERE).exists() else MANIFEST
+    return {path.name: read_bytes(path) for path in list_files(folder, pattern) if not path.name.startswith("__")}
 
 
 def _holds(path: Path, manifest: bytes, part: tuple[int, int]) -> bool:

@@ -65,8 +65,9 @@ def find_needed(folder: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the files that this rank reads to fill its tensors, which may be on the meta device."""
     metadata = read_metadata(folder)
     sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
-    matched = {name: each for name, each in match_replicas(tensors, sizes).items() if sizes.get(name) == each.shape}
-    items = create_default_local_load_plan(matched, metadata).items
+    matched = match_replicas(tensors, sizes)
+    fitting = {name: tensor for name, tensor in matched.items() if sizes.get(name) == tensor.shape}
+    items = create_default_local_load_plan(fitting, metadata).items
     return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 

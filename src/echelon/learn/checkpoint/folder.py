@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.ground import mirror
 from echelon.ground.checksums import (
     ELSEWHERE,
     MANIFEST,
@@ -25,8 +24,7 @@ from echelon.ground.checksums import (
     remove_tree,
     write_manifest,
 )
-from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.ground.object_store import ObjectStore, ObjectStoreError
+from echelon.ground.errors import CheckpointError, ConfigError, EchelonError
 from echelon.ground.run_files import is_run, sweep_checkpoints
 from echelon.ground.stored import parse_json, read_bytes, read_json, sync_path, write_json
 
@@ -151,6 +149,10 @@ def fetch_files(folder: Path, names: Collection[str] | None = None) -> list[str]
 
     Returns a phrase for each that is damaged there. Raises ObjectStoreError, or OSError if the disk here is full.
     """
+    # Here: most runs have no store.
+    from echelon.ground import mirror
+    from echelon.ground.object_store import ObjectStore
+
     url, _, source = read_json(folder / ELSEWHERE)["url"].rpartition("/")
     files = parse_manifest(read_bytes(folder / MANIFEST))[1]
     absent = find_absent(folder, {name: files[name] for name in files if names is None or name in names})
@@ -164,7 +166,7 @@ def complete(folder: Path) -> None:
         try:
             if not fetch_files(folder):
                 (folder / ELSEWHERE).unlink()
-        except ObjectStoreError as error:
+        except EchelonError as error:
             error.args = (f"{folder}: its other files, in {find_source(folder)}, cannot be read ({error}).",)
             raise
 
@@ -183,8 +185,9 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Map
     A checkpoint of the same name, from before a resume, is replaced. Between the two renames it has a hidden name, from
     which `sweep_checkpoints` can restore it; it is removed when the new one is on the disk.
     """
-    write_json(writing / STATE, dict(state))
-    write_manifest(writing, described)
+    if not (writing / ELSEWHERE).exists():  # an object store has these two files already
+        write_json(writing / STATE, dict(state))
+        write_manifest(writing, described)
     give_name(writing, final)
 
 

@@ -10,12 +10,12 @@ import os
 import shutil
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from echelon.ground.checksums import ELSEWHERE, Files, describe_files, find_faul
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import sweep_checkpoints
 from echelon.ground.stored import sync_path, write_json
-from echelon.learn.checkpoint.carrier import Carrier
+from echelon.learn.checkpoint.carrier import Carrier, Uploads
 from echelon.learn.checkpoint.fill import fill_tensors, find_reason
 from echelon.learn.checkpoint.folder import (
     STATE,
@@ -40,7 +40,6 @@ from echelon.learn.checkpoint.folder import (
     complete,
     describe_newest,
     find_checkpoints,
-    give_name,
     prune,
     publish,
 )
@@ -260,28 +259,6 @@ _LONG_SECONDS = 10.0
 _ABANDONED_SECONDS = 3.0
 
 
-class Uploads(Protocol):
-    """Copies published checkpoints elsewhere, in the background. No method is collective."""
-
-    def offer(self, checkpoint: Checkpoint, keep: int | None = None, if_missing: bool = False) -> Collection[int]:
-        """Schedule the upload of a checkpoint; returns the steps whose checkpoints must stay until the next call.
-
-        `keep`: the step of one to keep beside the newest few. `if_missing`: only if the copy lacks the checkpoint.
-        """
-
-    def begin(self, written: Checkpoint) -> str | None:
-        """The folder to which ranks upload their files of a checkpoint that is written; None if none are taken now."""
-
-    def finish(self, sent: Collection[str]) -> bool:
-        """Publish in the store the checkpoint of `begin`, of which the ranks have sent these files; False if not."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most this long for the remaining uploads; return whether waiting is over."""
-
-    def tell_unfinished(self) -> None:
-        """Log and record the checkpoint that will not be uploaded before this process ends, if there is one."""
-
-
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Ignore an event."""
 
@@ -295,8 +272,7 @@ class CheckpointStore:
 
     `note` receives the events `save` when a save begins, `publish` when all ranks have written, `checkpoint` when it is
     published, and `save_failed`. `uploads` is offered every checkpoint. Both are used on rank 0 only, also from the
-    thread. `carry` creates the Carrier if machines do not share `folder`; checkpoints are then in its object store,
-    or on rank 0's machine.
+    thread. `carry` creates the Carrier if machines do not share `folder`; its store or rank 0's machine has them then.
     `new_group` forms a process group of all ranks over gloo; by default torch's function does.
     """
 
@@ -345,7 +321,7 @@ class CheckpointStore:
         """
         # `numel` of a DTensor is that of the full tensor.
         part = 1.0 if self._carrier is None else self._carrier.kept_fraction
-        sizes = {name: round(part * copies * each.numel() * each.element_size()) for name, each in tensors.items()}
+        sizes = {name: round(part * copies * value.numel() * value.element_size()) for name, value in tensors.items()}
         is_here = self._carrier is None or self._carrier.is_here
         rehearse_save(self._folder, sizes, self._group, is_here)
         self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
@@ -530,16 +506,14 @@ class CheckpointStore:
         reports = gather_objects(mine, self._group)
         reason = next((report for report, _ in reports if report is not None), None)
         described = {name: entry for _, report in reports for name, entry in report.items()}
-        is_sent = reason is None and self._send(Checkpoint(checkpoint.step, writing), state, mine[1], described)
         if self._carrier is not None:
-            collects = reason is None and not is_sent
-            reason = self._carrier.collect(writing) if collects else self._carrier.discard(writing, reason)
+            ends = reason is not None or self._send(Checkpoint(checkpoint.step, writing), state, mine[1], described)
+            reason = self._carrier.discard(writing, reason) if ends else self._carrier.collect(writing)
         if self._is_publisher:
             if reason is None:
-                publishing = give_name if is_sent else partial(publish, state=state, described=described)
-                reason = self._publish(writing, checkpoint, publishing)
+                reason = self._publish(writing, checkpoint, state, described)
             if reason is None:
-                self._conclude(checkpoint, keep, time.monotonic() - began, is_sent)
+                self._conclude(checkpoint, keep, time.monotonic() - began)
             else:
                 self._give_up(checkpoint, reason)
         reason = gather_objects(reason, self._group)[0]  # every rank waits for all others here
@@ -560,10 +534,7 @@ class CheckpointStore:
             return find_reason(error), {}
 
     def _send(self, written: Checkpoint, state: dict[str, Any], mine: Files, described: Files) -> bool:
-        """Upload a checkpoint from all machines at once. Returns whether it is published in the object store.
-
-        If not, rank 0's machine collects it, and uploads it later.
-        """
+        """Upload a checkpoint from all machines at once. Returns whether that worked; if not, rank 0 collects it."""
         if self._carrier is None or self._carrier.store is None:
             return False
         folder = None if self._uploads is None else self._uploads.begin(written)
@@ -581,18 +552,21 @@ class CheckpointStore:
             logger.debug(f"checkpoint: step {written.step} is not uploaded by all machines: {reason}")
         return broadcast_object(is_sent and reason is None, self._group)
 
-    def _publish(self, writing: Path, checkpoint: Checkpoint, publishing: Callable[[Path, Path], None]) -> str | None:
+    def _publish(
+        self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: dict[str, Any]
+    ) -> str | None:
         """On rank 0, publish the checkpoint. Returns why that failed, or None."""
         self._tell("publish", checkpoint.step)
         try:
-            publishing(writing, checkpoint.path)
+            publish(writing, checkpoint.path, state, described)
         except Exception as error:
             return find_reason(error)
         return None
 
-    def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float, is_sent: bool) -> None:
+    def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
         """After a successful save, record the event and remove old checkpoints."""
         self._damaged.discard(checkpoint.step)
+        is_sent = (checkpoint.path / ELSEWHERE).exists()
         uploading = () if self._uploads is None else self._uploads.offer(checkpoint, keep, if_missing=is_sent)
         self._tell("checkpoint", checkpoint.step, seconds=seconds)
         try:

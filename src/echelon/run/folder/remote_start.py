@@ -219,11 +219,9 @@ class RemoteStart:
         """
         assert self._remote is not None
         sources = {None, f"{self._remote.url}/{run}/{checkpoint.folder}"}
-        local = [each for each in find_checkpoints(folder.checkpoints_dir) if each.step >= checkpoint.step]
-        return any(
-            find_source(each.path) in sources and not find_faults(each.path, checksums=not folder.is_finished())
-            for each in reversed(local)
-        )
+        paths = [local.path for local in find_checkpoints(folder.checkpoints_dir) if local.step >= checkpoint.step]
+        checksums = not folder.is_finished()
+        return any(find_source(path) in sources and not find_faults(path, checksums) for path in reversed(paths))
 
 
 def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:
