@@ -34,7 +34,7 @@ from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.planner.plan import ParallelPlan
 from echelon.run.lifecycle.process_group import open_store, start_runtime
-from echelon.run.supervise.outcome import ProcessDeath, _describe_death
+from echelon.run.supervise.outcome import ProcessDeath, find_cause
 from measuring import describe_machine
 
 ADDRESS = "127.0.0.1"
@@ -61,7 +61,8 @@ def start(tell, folder, ranks, saves):
     runtime = start_runtime(store=open_store(PATIENCE_SECONDS))
     meshes = build_mesh(ParallelPlan("hsdp", dp_replicate=COPIES, dp_shard=ranks // COPIES), "cpu")
     tell("groups")
-    store = CheckpointStore(folder, 1, asynchronous=True)
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    store = CheckpointStore(folder, 1, asynchronous=True, new_group=iter(groups).__next__)
     tell("checkpoint groups")
     total, mine = torch.ones(()), {f"part {runtime.rank}": torch.ones(8)}
     meshes.sum_over_readers(total)
@@ -69,7 +70,7 @@ def start(tell, folder, ranks, saves):
     dist.barrier(meshes.everyone)
     tell("summed")
     gathered = [None] * ranks if meshes.is_first else None
-    dist.gather_object(runtime.rank, gathered, group=store._group, group_dst=0)
+    dist.gather_object(runtime.rank, gathered, group=groups[0], group_dst=0)
     assert gathered in (None, list(range(ranks)))
     dist.barrier(meshes.everyone)
     tell("gathered")
@@ -113,7 +114,7 @@ def find_abort(pids, folder):
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if info is not None and info.si_status == signal.SIGABRT:
             death = ProcessDeath(rank, pid, -signal.SIGABRT, time.time())
-            return {"rank": rank, "error": _describe_death(death, folder).message}
+            return {"rank": rank, "error": find_cause([], [death], folder).outcome.message}
     return None
 
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from echelon.ground.cores import num_cores
 from echelon.ground.launch_environment import worker_environment
@@ -133,20 +132,7 @@ def start_worker(argv: Sequence[str], env: Mapping[str, str], warm: WarmStart | 
     return worker or subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-class WorkerEnding(Protocol):
-    """What ends a worker, which may be on another machine."""
-
-    def poll(self) -> int | None:
-        """The exit code; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-
-    def kill(self) -> None:
-        """End it with SIGKILL."""
-
-
-def end_workers(workers: Sequence[WorkerEnding], folder: RunFolder) -> None:
+def end_workers(workers: Sequence[StartedWorker], folder: RunFolder) -> None:
     """End the workers that still run: they notice that the job has failed; what does not exit is killed."""
     running = [worker for worker in workers if worker.poll() is None]
     if running:
