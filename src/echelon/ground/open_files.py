@@ -9,8 +9,7 @@ from echelon.ground.variables import set_default_variables
 SOCKETS_PER_RANK = 3
 """The connections of a rank with each other one, in gloo's groups; 2 beside NCCL."""
 
-# In a job of more ranks gloo connects two of them when they first talk, not when a group is formed: most never do.
-# Rank 0 has 4 with each: 180 ranks fit into a limit of 1,024.
+# In a job of more ranks, of which rank 0 had 4 with each, gloo connects two when they first talk: most never do.
 _MOST_CONNECTED, _LAZY = 180, {"TORCH_GLOO_LAZY_INIT": "1"}
 # In such a job, of rank 0 with each other one: in the store of the ranks, and to gather what is saved.
 _SOCKETS_OF_FIRST = 2

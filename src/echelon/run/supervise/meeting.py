@@ -308,12 +308,11 @@ class Meeting:
     def _measure_clock(self) -> tuple[float, float]:
         """The bounds of this clock's lead over the coordinator's, which reads its own between two readings of this."""
         assert self._store is not None
-        before, key, pause = time.time(), _pong(self.attempt, self.host), _LOOK_SECONDS / 4
+        before, key, pause = time.time(), _pong(self.attempt, self.host), _LOOK_SECONDS / 8
         self.post("ping")
         while (text := self._store.find(key)) is None:  # a thousand that ask often would keep the store from the pings
             self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, _BEAT_SECONDS)
+            time.sleep(pause := min(2 * pause, _BEAT_SECONDS))
         return before - float(text), time.time() - float(text)
 
 
