@@ -81,19 +81,21 @@ class KeptRanks:
     def follow(self, news: AttemptNews) -> None:
         """Start and end processes until each rank is the one that is named, and tell how others have ended."""
         self._report()
-        for rank in range(self._job.world_size):
-            named, current = news.members.get(rank), self._running.get(rank)
-            member = named[0] if named is not None and named[1] == self._meeting.host else None
-            if current is not None:
-                if current[0] != member:
-                    current[2].kill()
-            elif member is not None and member not in self._begun:
-                self._begun.add(member)
-                self._running[rank] = member, time.time(), self._start(rank, member, news)
+        self._kill_replaced(news)
+        for rank, named in news.members.items():
+            is_new = named is not None and named[1] == self._meeting.host and named[0] not in self._begun
+            if named is not None and is_new and rank not in self._running:
+                self._begun.add(named[0])
+                self._running[rank] = named[0], time.time(), self._start(rank, named[0], news)
         path = self._job.folder.awaited_path
         if news.awaits != path.exists():
             with suppress(OSError):  # the disk may be full: the others then count their wait
                 write_text(path, "a lost replica starts again\n") if news.awaits else path.unlink(missing_ok=True)
+
+    def _kill_replaced(self, news: AttemptNews) -> None:
+        for rank, (member, _, worker) in self._running.items():
+            if news.members.get(rank) != (member, self._meeting.host):
+                worker.kill()
 
     def _start(self, rank: int, member: str, news: AttemptNews) -> StartedWorker:
         address, port = json.loads(news.call or "")
@@ -119,7 +121,8 @@ class KeptRanks:
         self._running.clear()
 
     def end(self) -> None:
-        """End those that still run, as `end_workers` does, and tell how they have ended."""
+        """End those that still run, as `end_workers` does, and tell how they have ended; others are killed."""
+        self._kill_replaced(self._meeting.now())
         end_workers([worker for _, _, worker in self._running.values()], self._job.folder)
         self._report()
 
