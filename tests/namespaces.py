@@ -33,11 +33,7 @@ class Machine:
     folder: Path
 
     def start(
-        self,
-        argv: Sequence[str],
-        env: dict[str, str] | None = None,
-        cwd: Path | None = None,
-        **popen: Any,
+        self, argv: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None, **popen: Any
     ) -> subprocess.Popen:
         """Start a command on this machine; the names of all machines resolve. `env` defaults to this process's."""
         inside = ["unshare", "--uts", "sh", "-c", _ENTER, self.name, *map(str, argv)]

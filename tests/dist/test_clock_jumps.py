@@ -10,10 +10,7 @@ import pytest
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
-]
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
 DAY = 24 * 3600
 STEPS = 30

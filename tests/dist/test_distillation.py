@@ -243,13 +243,7 @@ def test_a_model_learns_on_its_own_answers(answers):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "settings"),
-    [
-        ("ddp", ()),
-        ("fsdp", ()),
-        ("{tp: 2}", ()),
-        ("ddp", LORA),
-        ("fsdp", LORA),
-    ],
+    [("ddp", ()), ("fsdp", ()), ("{tp: 2}", ()), ("ddp", LORA), ("fsdp", LORA)],
     ids=["ddp", "fsdp", "tp", "ddp and lora", "fsdp and lora"],
 )
 def test_processes_draw_the_same_answers(answers, parallel, settings):

@@ -8,15 +8,7 @@ import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import (
-    MARK,
-    assert_no_orphan,
-    await_line,
-    find_listeners,
-    finish,
-    start,
-    write_recipe,
-)
+from tests.dist.command import MARK, assert_no_orphan, await_line, find_listeners, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -235,9 +235,7 @@ def test_an_extra_is_enough_for_what_it_is_for(base, here, extra, tmp_path_facto
         other = tmp_path_factory.mktemp(extra) / "environment"
         subprocess.run(["cp", "--archive", "--link", environment.path, other], check=True)
         chosen = Environment(other)
-        chosen.install(
-            f"{wheel}[{extra}]",
-        )
+        chosen.install(f"{wheel}[{extra}]")
         done = chosen.echelon(here, *trial.words, **variables)
     assert done.returncode == trial.code, (done.stdout, done.stderr)
     assert trial.says in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -63,10 +63,7 @@ def scores_of(model, tokenizer, texts):
 
 
 def chats(tokenizer):
-    turns = [
-        [("user", "3 plus 3?"), ("assistant", "6.")],
-        [("user", "Hi"), ("assistant", "A longer answer.")],
-    ]
+    turns = [[("user", "3 plus 3?"), ("assistant", "6.")], [("user", "Hi"), ("assistant", "A longer answer.")]]
     turns = [[{"role": role, "content": content} for role, content in chat] for chat in turns]
     return tokenizer.apply_chat_template(turns, tokenize=False)
 

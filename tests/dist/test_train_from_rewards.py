@@ -325,10 +325,7 @@ def test_a_reward_that_is_not_there_is_refused(folder):
     [
         (["reward=[]"], "objective.name=grpo needs a reward"),
         (["rollout.group_size=5"], "which rollout.group_size=5 does not divide; use a multiple of it"),
-        (
-            ["rollout.max_new_tokens=15"],
-            "rollout.max_new_tokens=15 leaves no room for a prompt in data.sequence_len=",
-        ),
+        (["rollout.max_new_tokens=15"], "rollout.max_new_tokens=15 leaves no room for a prompt in data.sequence_len="),
         (["objective.name=causal_lm"], "has no effect with objective.name=causal_lm; set objective.name: grpo, or rem"),
         (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name: dpo"),
         (["sync.name=local_sgd"], "sync.name=local_sgd: objective.name=grpo replaces echelon's usual loop"),

@@ -16,11 +16,7 @@ from tests.parity.training import hashes
 
 pytest.importorskip("horovod")
 WHY_NOT = namespaces_allowed() or ssh_missing()
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 TOLERANCE = 1e-5
 TRAIN = [sys.executable, "-m", "echelon", "train", "recipe.json"]

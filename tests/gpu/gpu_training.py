@@ -95,7 +95,4 @@ def train_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int 
 
 def model_overrides(sequence_len: int, **fields: Any) -> tuple[str, ...]:
     """Overrides that change the width, depth, vocabulary or sequence length of a row."""
-    return (
-        f"data.sequence_len={sequence_len}",
-        *(f"model.config.{name}={value}" for name, value in fields.items()),
-    )
+    return (f"data.sequence_len={sequence_len}", *(f"model.config.{name}={value}" for name, value in fields.items()))

@@ -3,15 +3,7 @@
 import pytest
 
 from tests.parity.test_parity import check
-from tests.parity.training import (
-    Row,
-    bounds,
-    check_exact_resume,
-    difference,
-    hashes,
-    train,
-    with_ranks,
-)
+from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

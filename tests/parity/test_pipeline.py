@@ -46,10 +46,7 @@ def slow(row):
     return pytest.param(row, marks=pytest.mark.slow)
 
 
-DAILY = [
-    pipeline_row(schedule="interleaved", tied=True),
-    pipeline_row("qwen3", ranks=4, micro_batch=1, dp_shard=2),
-]
+DAILY = [pipeline_row(schedule="interleaved", tied=True), pipeline_row("qwen3", ranks=4, micro_batch=1, dp_shard=2)]
 PRODUCTS = [
     pipeline_row(ranks=4, tp=2, tied=True),
     pipeline_row("qwen3", ranks=4, tp=2, schedule="interleaved", sequence_parallel=True),

@@ -6,16 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from echelon.learn.checkpoint.export import export_run
 from tests.families import load_run_model
-from tests.parity.training import (
-    SEQUENCE_LEN,
-    Row,
-    bounds,
-    check_exact_resume,
-    difference,
-    hashes,
-    train,
-    with_ranks,
-)
+from tests.parity.training import SEQUENCE_LEN, Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -12,10 +12,7 @@ from echelon.run.folder.run_folder import RunFolder
 from tests.parity.test_evaluation import of_kind, train
 from tests.parity.training import EXACT, Row, with_ranks
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed"),
-]
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")]
 
 WORDS = ["def", "self", "return", "import", "value", "None", "class", "x", "0", "for"]
 DATA = """\

@@ -118,10 +118,7 @@ def test_bytes_of_modules_trained_in_full():
     ("adapter", "message"),
     [
         ({"method": "lora", "modules_to_save": ["embed_token"]}, "did you mean embed_tokens"),
-        (
-            {"method": "lora", "modules_to_save": ["self_attn"]},
-            "'self_attn' matches no embedding, head, norm",
-        ),
+        ({"method": "lora", "modules_to_save": ["self_attn"]}, "'self_attn' matches no embedding, head, norm"),
     ],
 )
 def test_a_name_that_is_not_counted_is_refused(adapter, message):

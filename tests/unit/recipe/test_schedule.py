@@ -140,10 +140,7 @@ def test_settings_that_do_not_fit_the_run_are_refused():
             "optim.warmup=warmup_fraction=0.1 and warmup=5 must be a number of steps",
         ),
         (["optim.warmup=100%"], "optim.warmup=100% must be a number of steps"),
-        (
-            ["optim.schedule=wsd", "optim.warmup=90%"],
-            "optim.warmup='90%' (90 steps) leaves 10; use at most 0.1",
-        ),
+        (["optim.schedule=wsd", "optim.warmup=90%"], "optim.warmup='90%' (90 steps) leaves 10; use at most 0.1"),
         (["optim.warmup=101"], "optim.warmup=101 is more than the 100 steps"),
         (["optim.schedule=wsd", "optim.warmup=90"], "optim.warmup=90 leaves 10; use at most 0.1"),
         (["optim.warmup=1B tokens"], "more than the 51200 tokens of the whole run"),

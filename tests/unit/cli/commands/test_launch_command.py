@@ -57,10 +57,7 @@ def silent_hub(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"to": "local", "hosts": "a,b"},
-            "--hosts a,b requires --to torchrun, not local; remove one of them.",
-        ),
+        ({"to": "local", "hosts": "a,b"}, "--hosts a,b requires --to torchrun, not local; remove one of them."),
         (
             {"to": "slurm", "instance": "ml.p5.48xlarge"},
             "--instance ml.p5.48xlarge requires --to sagemaker, not slurm; remove one of them.",
@@ -265,10 +262,7 @@ def test_a_variable_that_differs_between_ranks_is_refused(recipe):
         (["launch.setup=['uv pip install echelon']"], True),
         (["launch.ray.runtime_env={pip: ['echelon[peft]']}"], True),
         (["launch.ray.runtime_env={uv: {packages: [numpy, echelon]}}"], True),
-        (
-            ["launch.setup=['pip install ./echelon', 'pip install numpy; cd echelon']"],
-            False,
-        ),
+        (["launch.setup=['pip install ./echelon', 'pip install numpy; cd echelon']"], False),
         (["launch.setup=['pip install -r echelon/wanted.txt', 'pip install git+https://host/echelon']"], False),
         (["launch.setup=['pip install \"echelon @ git+https://host/x\"']"], False),
         (["launch.ray.runtime_env={pip: [echelon-extra, 'echelon @ https://host/x.whl']}"], False),

@@ -166,11 +166,7 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
         ({**TRL, "loss_type": "aot"}, "dpo", "loss_type: aot: echelon supports the DPO losses sigmoid, sigmoid_norm"),
         ({**TRL, "loss_type": ["ipo", "sft"], "loss_weights": [0.8, 1]}, "dpo", "loss_weights: .*loss with 1, and"),
         ({**TRL, "cpo_alpha": 1.0}, "orpo", "cpo_alpha: 1.0: this key is of another preference method"),
-        (
-            {**FACTORY, "stage": "kto", "dataset": "texts"},
-            None,
-            "texts has preferences as texts, to which LLaMA",
-        ),
+        ({**FACTORY, "stage": "kto", "dataset": "texts"}, None, "texts has preferences as texts, to which LLaMA"),
     ],
 )
 def test_other_training_is_refused(tmp_path: Path, given: dict[str, Any], trainer: str | None, message: str) -> None:

@@ -264,19 +264,11 @@ def test_axolotl(tmp_path: Path) -> None:
     assert recipe.data.on_overlong == "drop"
     # 2 per device x 4 x 8 devices; 4 epochs of 1600 sequences are 100 steps, 25 per epoch
     assert (recipe.global_batch_size, recipe.train.micro_batch_size, recipe.train.epochs) == (64, 2, 4)
-    assert (recipe.optim.warmup, recipe.train.eval_every, recipe.checkpoint.every) == (
-        "10%",
-        "0.25 epochs",
-        "1 epochs",
-    )
+    assert (recipe.optim.warmup, recipe.train.eval_every, recipe.checkpoint.every) == ("10%", "0.25 epochs", "1 epochs")
     assert (recipe.optim.name, recipe.optim.betas, recipe.optim.weight_decay) == ("adamw", (0.9, 0.999), 0.0)
     assert (recipe.optim.schedule, recipe.optim.min_learning_rate_fraction) == ("cosine", 0.2)
     assert (recipe.train.precision, recipe.train.activation_checkpointing) == ("auto", "full")
-    assert (recipe.parallel, recipe.track, recipe.launch.env) == (
-        "fsdp",
-        ("wandb",),
-        {"WANDB_PROJECT": "chats"},
-    )
+    assert (recipe.parallel, recipe.track, recipe.launch.env) == ("fsdp", ("wandb",), {"WANDB_PROJECT": "chats"})
     lost = {entry.name for entry in result.entries if entry.fate == "lost"}
     assert lost == {"wandb_watch", "loss_watchdog_threshold"}
 

@@ -117,8 +117,7 @@ def test_records_of_another_kind(tmp_path, tokenizer, record, problem):
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "found"),
-    [("texts.txt", {}, "plain text"), ("texts.jsonl", {"format": "messages"}, "messages")],
+    ("name", "source", "found"), [("texts.txt", {}, "plain text"), ("texts.jsonl", {"format": "messages"}, "messages")]
 )
 def test_data_without_labels(tmp_path, tokenizer, name, source, found):
     message = f"classification learns labels of texts, but the data has {found}; give records with `label` and `text`"

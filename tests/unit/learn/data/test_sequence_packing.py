@@ -97,11 +97,7 @@ def test_documents_and_labels_by_hand(tmp_path, caplog):
     samples = read_all(prepared)
     # The fourth takes 9 positions and is cut to 8; 5 and 3 fill a pack; the one of 1 has its own pack.
     assert [bytes(row.tolist()).rstrip(b"\0") for row in samples.inputs] == [b"hijklmno", b"abcqrstu", b"x"]
-    assert samples.labels.tolist() == [
-        [_, _, *b"klmnop"],
-        [_, *b"cd", *b"rstuv"],
-        [*b"y", _, _, _, _, _, _, _],
-    ]
+    assert samples.labels.tolist() == [[_, _, *b"klmnop"], [_, *b"cd", *b"rstuv"], [*b"y", _, _, _, _, _, _, _]]
     assert samples.documents is not None
     assert samples.documents.tolist() == [[0] * 8, [0] * 3 + [1] * 5, [0] + [-1] * 7]
     assert (

@@ -23,14 +23,7 @@ from echelon.learn.data.catalog import (
     load_manifest,
     save_manifest,
 )
-from echelon.learn.data.shards import (
-    BLOCK_BYTES,
-    ShardRecord,
-    ShardWriter,
-    TokenDataset,
-    TokenStore,
-    unigram_entropy,
-)
+from echelon.learn.data.shards import BLOCK_BYTES, ShardRecord, ShardWriter, TokenDataset, TokenStore, unigram_entropy
 
 
 def write(folder: Path, tokens: np.ndarray, max_tokens: int, dtype: str = "uint16") -> tuple[ShardRecord, ...]:

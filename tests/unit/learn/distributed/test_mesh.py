@@ -144,12 +144,7 @@ def build_as(rank, plan):
         meshes = build_mesh(plan, "cpu")
         ranks = {
             name: None if group is None else dist.get_process_group_ranks(group)
-            for name, group in (
-                ("loss", meshes.loss),
-                ("outer", meshes.outer),
-                ("pp", meshes.pp),
-                ("cp", meshes.cp),
-            )
+            for name, group in (("loss", meshes.loss), ("outer", meshes.outer), ("pp", meshes.pp), ("cp", meshes.cp))
         }
         for name, mesh in (("shard", meshes.shard), ("tp", meshes.tp), ("experts", meshes.experts)):
             ranks[name] = None if mesh is None else mesh.mesh.tolist()

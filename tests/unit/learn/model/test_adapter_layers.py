@@ -10,13 +10,7 @@ from torch import nn
 
 from echelon.ground.errors import CheckpointError, ConfigError
 from echelon.learn.checkpoint.adapter_folder import describe_adapter, write_adapter
-from echelon.learn.model.adapters import (
-    apply_adapter,
-    check_adapter,
-    initialize_adapter,
-    merged_weight,
-    plain_name,
-)
+from echelon.learn.model.adapters import apply_adapter, check_adapter, initialize_adapter, merged_weight, plain_name
 from echelon.learn.model.build import build_on_meta, load_config, materialize
 from echelon.learn.model.parts import disabled_adapter
 from echelon.learn.model.quantization import QuantizedLinear

@@ -14,13 +14,7 @@ from torch import nn
 from echelon.ground.errors import ConfigError
 from echelon.learn.checkpoint.adapter_folder import describe_adapter, write_adapter
 from echelon.learn.engines.prepared_layers import store_parameters
-from echelon.learn.model.adapters import (
-    apply_adapter,
-    check_adapter,
-    find_targets,
-    merged_weight,
-    plain_name,
-)
+from echelon.learn.model.adapters import apply_adapter, check_adapter, find_targets, merged_weight, plain_name
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.parts import disabled_adapter
 from echelon.learn.model.quantization import Quantized

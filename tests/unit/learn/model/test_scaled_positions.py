@@ -124,14 +124,8 @@ def test_what_cannot_be_scaled_is_refused(family, length, message):
         (["model.rope={rope_type: yarn, factor: .inf}"], r"model.rope.factor=inf must be a finite number"),
         (["model.rope={rope_type: yarn, factor: 4, beta_fast: fast}"], r"model.rope.beta_fast='fast' must be a finite"),
         (["model.rope={rope_type: linear, factor: 4, beta_fast: 32}"], r"Unrecognized keys .*linear.*beta_fast"),
-        (
-            ["model.rope={rope_type: llama3, factor: 4, low_freq_factor: 1}"],
-            "Missing .*high_freq_factor",
-        ),
-        (
-            ["model.rope={rope_type: yarn, factor: 4, beta_slow: 64}"],
-            "must be greater than beta_slow.*=64",
-        ),
+        (["model.rope={rope_type: llama3, factor: 4, low_freq_factor: 1}"], "Missing .*high_freq_factor"),
+        (["model.rope={rope_type: yarn, factor: 4, beta_slow: 64}"], "must be greater than beta_slow.*=64"),
         (["model.rope={rope_type: dynamic, factor: 4}", "data.packing=false"], r"dynamic .*data.packing=false"),
         (["model.rope={rope_type: dynamic, factor: 4}", "data.document_mask=true"], r"dynamic .*data.document_mask"),
         (["model.rope={rope_type: dynamic, factor: 4}", "objective.name=dpo"], r"dynamic .*objective.name=dpo"),

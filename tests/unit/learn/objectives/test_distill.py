@@ -150,16 +150,10 @@ def test_vocabularies_that_are_padded_differently_share_their_tokens():
     ("section", "message"),
     [
         ({"name": "distill"}, "objective.name=distill needs a teacher; set objective.teacher"),
-        (
-            {"name": "distill", "teacher": "big", "beta": 0.3},
-            "objective.beta=0.3 has no effect with objective.loss",
-        ),
+        ({"name": "distill", "teacher": "big", "beta": 0.3}, "objective.beta=0.3 has no effect with objective.loss"),
         ({"name": "distill", "teacher": "big", "loss": "jsd", "beta": 1.0}, "use a value between 0 and 1"),
         ({"name": "distill", "teacher": "big", "loss": "ipo"}, "has other losses; use objective.loss=forward, re"),
-        (
-            {"teacher": "big"},
-            "objective.teacher=big has no effect with objective.name=causal_lm",
-        ),
+        ({"teacher": "big"}, "objective.teacher=big has no effect with objective.name=causal_lm"),
     ],
 )
 def test_what_means_nothing_is_refused(tmp_path, section, message):

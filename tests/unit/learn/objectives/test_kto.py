@@ -195,10 +195,7 @@ def test_messages_with_a_label_are_judged_if_the_recipe_says_so(recipe, tmp_path
     ("override", "message"),
     [
         ("data.packing=true", r"data.packing=true: objective.name=kto needs one answer in a sequence"),
-        (
-            "train.global_batch_size=1",
-            r"train.global_batch_size=1 is one sequence, and objective.name=kto needs an",
-        ),
+        ("train.global_batch_size=1", r"train.global_batch_size=1 is one sequence, and objective.name=kto needs an"),
     ],
 )
 def test_a_batch_that_cannot_be_compared_is_refused(tmp_path, override, message):

@@ -282,10 +282,7 @@ def test_tensorflow_refuses_what_it_would_not_compute():
             return 2 * super().loss_sum(outputs, batch)
 
     engine = TensorflowEngine(steps=None, evaluation=None, lines=())
-    for loss, name in (
-        (z_loss, f"{__name__}:z_loss"),
-        (Doubled(), ".*Doubled object"),
-    ):
+    for loss, name in ((z_loss, f"{__name__}:z_loss"), (Doubled(), ".*Doubled object")):
         with pytest.raises(
             ConfigError, match=rf"cannot run a loss in PyTorch, and the loss is {name}.*; use engine=nat"
         ):

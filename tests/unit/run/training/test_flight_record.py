@@ -144,8 +144,7 @@ def wait_in_own_code(lock, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "waits_in"),
-    [(wait_for_stamp, "synchronize"), (wait_for_gpu, "synchronize"), (wait_in_own_code, None)],
+    ("prepare", "waits_in"), [(wait_for_stamp, "synchronize"), (wait_for_gpu, "synchronize"), (wait_in_own_code, None)]
 )
 def test_a_wait_for_the_gpu_is_no_work(prepare, waits_in, one_rank, tmp_path, monkeypatch):
     lock = threading.Lock()

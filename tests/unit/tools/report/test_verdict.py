@@ -22,13 +22,7 @@ def judge(path, losses, held=(), entropy=None, recipe=RECIPE, ending="done"):
     """The verdict about a run with these training losses and, after equal numbers of steps, evaluation losses."""
     path.mkdir()
     rows = [
-        {
-            "kind": "train",
-            "step": step,
-            "loss": loss,
-            "learning_rate": 1e-3 if step < 80 else 1e-4,
-            "skipped": False,
-        }
+        {"kind": "train", "step": step, "loss": loss, "learning_rate": 1e-3 if step < 80 else 1e-4, "skipped": False}
         for step, loss in enumerate(losses, start=1)
     ]
     every = len(losses) // max(1, len(held))

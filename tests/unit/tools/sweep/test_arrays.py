@@ -67,12 +67,7 @@ RATES = {"optim.learning_rate": {"low": 1e-4, "high": 1e-2}, "optim.weight_decay
         ({"sampler": "cmaes", "trials": 5}, RATES, 1, "sweep.sampler=cmaes depend"),
         ({"sampler": "gp", "trials": 5}, RATES, 1, "sweep.sampler=gp depend"),
         ({"sampler": "grid", "pruner": "median"}, GRID, 1, "sweep.pruner=median compares trials"),
-        (
-            {"sampler": "grid"},
-            {"launch.nodes": [1, 2]},
-            1,
-            "the same resources, but launch.nodes is searched",
-        ),
+        ({"sampler": "grid"}, {"launch.nodes": [1, 2]}, 1, "the same resources, but launch.nodes is searched"),
         ({"sampler": "grid"}, {"fault.notice_seconds": [10, 20]}, 1, "but fault.notice_seconds is searched"),
     ],
 )
