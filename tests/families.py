@@ -94,8 +94,7 @@ def load_run_model(run: Path, device: torch.device) -> PreTrainedModel:
 
 def random_batch(num: int = 2, length: int = 32, vocab: int = 256, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Random input ids and labels, [num, length] each, a stretch of labels masked."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab, (num, length + 1), generator=generator)
+    tokens = torch.randint(0, vocab, (num, length + 1), generator=torch.Generator().manual_seed(seed))
     labels = tokens[:, 1:].clone()
     labels[0, 5:9] = -100
     return tokens[:, :-1].contiguous(), labels

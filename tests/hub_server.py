@@ -175,8 +175,7 @@ class HubServer:
 
     def _validate_card(self, request):
         """Refuse a `base_model` that cannot be an id of the hub, as the hub does."""
-        text = json.loads(request.body)["content"]
-        found = re.search(r"^base_model: (.+)$", text, re.MULTILINE)
+        found = re.search(r"^base_model: (.+)$", json.loads(request.body)["content"], re.MULTILINE)
         if found and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", found[1]):
             said = f'"base_model" with value "{found[1]}" is not valid.'
             self._send_json(request, {"errors": [{"message": said}], "warnings": []}, 400)

@@ -48,8 +48,7 @@ class TrainingServer(ObjectServer):
         with self._lock:
             status, answer = getattr(self, f"_{action}")(asked)
         body = json.dumps(answer).encode()
-        kind = [("Content-Type", "application/x-amz-json-1.1"), ("Content-Length", str(len(body)))]
-        respond(status, kind)
+        respond(status, [("Content-Type", "application/x-amz-json-1.1"), ("Content-Length", str(len(body)))])
         return [body]
 
     def _running(self) -> list[TrainingJob]:

@@ -340,8 +340,7 @@ def test_the_tests_of_a_gpu_do_not_fail_without_bitsandbytes(tmp_path):
         "importlib.util.find_spec = lambda name, *given: None if name == 'bitsandbytes' else find(name, *given)\n"
     )
     command = ["-m", "pytest", "tests/gpu/test_gpu_parity.py", "-m", "gpu", "--on-cpu", "-k", "4_bit", "-p", "without"]
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, *command, "-p", "no:cacheprovider", "-rs"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
@@ -359,8 +358,7 @@ def test_pytest_reports_at_its_time_limit_what_its_workers_have_done(tmp_path):
     (tmp_path / "out").mkdir()
     runner = Runner(tmp_path / "out", "A call")
     command = ("-m", "pytest", "-n", "2", "-rA", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path))
-    stopped = runner.run(Part("tests", command, 30, 1, is_table=False))
-    assert stopped.outcome == "stopped at its limit of 30 s"
+    assert runner.run(Part("tests", command, 30, 1, is_table=False)).outcome == "stopped at its limit of 30 s"
     summary = (tmp_path / "out" / "summary.md").read_text()
     assert "KeyboardInterrupt" in summary and "1 passed" in summary
 

@@ -89,8 +89,7 @@ def compile_liger() -> None:
 def compile_capped() -> None:
     """A layer of Gemma 2, whose soft-capped attention is one kernel, with the cap and the mask in it."""
     layer = build_layer("gemma2", 4, FLEX)
-    documents = new(ROWS, LENGTH, dtype=torch.int32)
-    visible = and_masks(packed_sequence_mask_function(documents), causal_mask_function)
+    visible = and_masks(packed_sequence_mask_function(new(ROWS, LENGTH, dtype=torch.int32)), causal_mask_function)
     mask = create_block_mask(visible, ROWS, None, LENGTH, LENGTH, device="cuda")
     apply_compile([layer], backend())
     run_layer(layer, mask)

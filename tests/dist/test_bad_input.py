@@ -227,8 +227,7 @@ def test_existing_run(echelon, run):
     assert ending.code == 0, ending
     assert "run: changed train.steps: 6 -> 8" in ending.out
     assert "Skipping a damaged checkpoint" in ending.out and "Resuming from step-00000003" in ending.out
-    rows = read_lines(run.metrics_path)
-    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
+    assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == list(range(1, 9))
     assert run.is_finished()
 
 
@@ -409,8 +408,7 @@ def test_a_rank_that_hangs(echelon, run):
     command = ("train", "recipe.json", "--nproc", "2", "train.steps=100000", "checkpoint.every=100000", fault)
     job = start(*command)
     await_line(run.metrics_path, '"step": 20,', job, seconds=120)
-    victim = process_of(run, 1)
-    victim.suspend()
+    process_of(run, 1).suspend()
     ending = finish(job, 60)
     assert_refused(
         ending, 1, "did not end within 3 s (fault.hang_seconds), and rank 1 does not answer", "rank-00000.log"

@@ -113,8 +113,7 @@ def test_an_interrupted_check_says_what_was_not_run(project):
 
 @pytest.mark.slow
 def test_a_test_longer_than_the_limit_is_broken(project):
-    process = start(project, "--limit", "1")
-    code, row, printed = finish(process)
+    code, row, printed = finish(start(project, "--limit", "1"))
     assert (code, row) == (1, ["5", "1", "3", "1", "0"])
     assert "broken: tests/faults/test_planted.py::test_waits" in printed
 

@@ -5,18 +5,7 @@ import signal
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import (
-    EXACT,
-    MARK,
-    CommandLine,
-    assert_no_orphan,
-    await_line,
-    finish,
-    process_of,
-    read_lines,
-    start,
-    write_recipe,
-)
+from tests.dist import command
 from tests.parity.training import LOSS, NORM
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -45,9 +34,9 @@ STEPS, SAVED, KILLED = 30, 5, 8
 @pytest.fixture
 def echelon(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan(10)
+    monkeypatch.setenv(command.MARK, str(tmp_path))
+    yield command.CommandLine(capfd, monkeypatch)
+    command.assert_no_orphan(10)
 
 
 def name_plan(parallel):
@@ -55,34 +44,36 @@ def name_plan(parallel):
 
 
 def trained(path):
-    return [row for row in read_lines(path / "metrics.jsonl") if row["kind"] == "train"]
+    return [row for row in command.read_lines(path / "metrics.jsonl") if row["kind"] == "train"]
 
 
 @pytest.mark.parametrize(("parallel", "ranks", "model"), PLANS, ids=[name_plan(each) for each, *_ in PLANS])
 def test_a_killed_rank_is_restarted_and_nothing_differs(echelon, tmp_path, parallel, ranks, model):
     train = {"steps": STEPS, "log_every": STEPS}
-    write_recipe(tmp_path, model=model, parallel=parallel, train=train, checkpoint={"every": SAVED})
+    command.write_recipe(tmp_path, model=model, parallel=parallel, train=train, checkpoint={"every": SAVED})
     ending = echelon("train", "recipe.json", "run.dir=runs/whole", "--nproc", ranks)
     assert ending.code == 0, ending.err
     run = RunFolder(tmp_path / "runs" / "tiny")
-    job = start("train", "recipe.json", "--nproc", str(ranks), cwd=tmp_path)
+    job = command.start("train", "recipe.json", "--nproc", str(ranks), cwd=tmp_path)
     try:
-        await_line(run.metrics_path, f'"step": {KILLED},', job, 200)
-        process_of(run, ranks - 1).send_signal(signal.SIGKILL)
-        ending = finish(job, 300)
+        command.await_line(run.metrics_path, f'"step": {KILLED},', job, 200)
+        command.process_of(run, ranks - 1).send_signal(signal.SIGKILL)
+        ending = command.finish(job, 300)
     finally:
         job.kill()
     assert ending.code == 0, ending.err
-    assert [row["event"] for row in read_lines(run.events_path)].count("recovered") == 1
+    assert [row["event"] for row in command.read_lines(run.events_path)].count("recovered") == 1
     ours, theirs = trained(run.path), trained(tmp_path / "runs" / "whole")
-    assert [[row.get(key) for key in EXACT] for row in ours] == [[row.get(key) for key in EXACT] for row in theirs]
+    assert [[row.get(key) for key in command.EXACT] for row in ours] == [
+        [row.get(key) for key in command.EXACT] for row in theirs
+    ]
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=name_plan)
 def test_a_run_goes_on_with_the_processes_that_are_left(echelon, tmp_path, parallel):
     """Four, then two with half as many shards; three cannot be divided and are refused."""
     [axis] = parallel
-    write_recipe(
+    command.write_recipe(
         tmp_path,
         model=MODEL,
         parallel={**parallel, "dp_shard": "auto"},

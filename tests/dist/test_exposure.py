@@ -36,8 +36,7 @@ def job(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")
 def test_a_local_job_listens_only_on_loopback(job, tmp_path):
-    run = RunFolder(tmp_path / "runs" / "tiny")
-    await_line(run.metrics_path, '"step": 2,', job, 300)
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 300)
     listeners = find_listeners()
     reached = [
         (address, port) for _, _, port in listeners for address in find_own_addresses() if is_open(address, port)

@@ -110,8 +110,7 @@ def test_from_conversations_to_an_adapter_and_a_merged_model(echelon, base, tmp_
     assert ending.code == 0, ending
     check_start(ending.out, run)
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
-    live = load_run_model(run.path, torch.device("cpu"))
-    expected = logits_of(live, ids)
+    expected = logits_of(load_run_model(run.path, torch.device("cpu")), ids)
     check_new_rows(run, base, tied=True)
     check_adapter_folder(echelon, run, ids, expected)
     check_merged(echelon, run, ids, expected)

@@ -20,11 +20,9 @@ def test_a_recipe_for_a_model_size_trains(echelon):
         assert words in ending.out
     ending = echelon("train", "small.yaml", "data.train.0.path=text.txt", "data.sequence_len=64", "train.tokens=16384")
     assert ending.code == 0, ending
-    rows = read_lines("runs/small/metrics.jsonl")
-    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    losses = [row["loss"] for row in read_lines("runs/small/metrics.jsonl") if row["kind"] == "train"]
     assert len(losses) == 4 and losses[-1] < losses[0] < 6.5
-    config = json.loads(Path("runs/small/model/config.json").read_text())
-    assert config["vocab_size"] == 320
+    assert json.loads(Path("runs/small/model/config.json").read_text())["vocab_size"] == 320
 
 
 def test_init_refusals(echelon):

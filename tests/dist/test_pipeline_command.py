@@ -55,8 +55,7 @@ def test_it_is_exported_and_evaluated(echelon, tmp_path):
     run(echelon, tmp_path, "one", 1)
     run(echelon, tmp_path, "pp", 2, "parallel={pp: 2}", "train.micro_batch_size=2", "checkpoint.every=3")
     assert echelon("export", "runs/pp", "exported").code == 0
-    config = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert config["num_hidden_layers"] == 4
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_hidden_layers"] == 4
     evaluated = [json.loads(echelon("eval", each, "--json").out)["loss"] for each in ("runs/pp", "runs/one")]
     assert evaluated[0] == pytest.approx(evaluated[1], abs=LOSS)
 

@@ -79,8 +79,7 @@ def test_from_pairs_to_the_same_scores_in_transformers(echelon, base, tmp_path, 
     assert evals[-1]["reward_accuracy"] > 0.9 and evals[-1]["reward_margin"] > 0.5
     ending = echelon("eval", run.path, "--json")
     assert ending.code == 0, ending
-    own = json.loads(ending.out)
-    assert own["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
+    assert json.loads(ending.out)["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
     given = json.loads(echelon("eval", run.path, "--data", "pairs.jsonl", "--json").out)
     assert given["pairs"] == 96 and given["reward_accuracy"] > 0.9
 

@@ -52,6 +52,5 @@ def test_a_slow_rank_is_named_and_ends_the_run(tmp_path, parallel):
     [found] = [row for row in read_lines(run / "events.jsonl") if row["event"] == "straggler"]
     assert (found["rank"], found["host"]) == (1, platform.node()) and found["step"] % 25 == 0
     assert 1.25 < found["own_seconds"] / found["peer_seconds"] < 2.5
-    report = finish(start("report", "tiny", "--text", cwd=tmp_path))
-    advice = report.out.partition("Advice\n")[2].splitlines()
+    advice = finish(start("report", "tiny", "--text", cwd=tmp_path)).out.partition("Advice\n")[2].splitlines()
     assert advice[1].startswith(f"- Rank 1 on {platform.node()} is slow")

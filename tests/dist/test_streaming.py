@@ -181,8 +181,7 @@ def test_an_object_that_changes_under_a_run_stops_it(echelon, server, tmp_path):
     assert changed and ending.code == 2, ending
     assert f"{address}/02.txt changed since the data was listed: its version is " in ending.err
     run = RunFolder(tmp_path / "runs" / "tiny")
-    reached = rows(run)[-1][0]
-    assert reached < STEPS
+    assert rows(run)[-1][0] < STEPS
     again = echelon("train", "recipe.json", "--nproc", "2")
     assert again.code == 2 and "the data differs from that of the run" in again.err, again
     store.put_file(str(tmp_path / "text" / "02.txt"), f"{address}/02.txt")
@@ -229,8 +228,7 @@ def served_by_https(folder, certificate, key):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield f"https://localhost:{server.server_port}"
     finally:

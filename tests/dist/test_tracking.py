@@ -191,8 +191,7 @@ def test_killing_the_server_during_a_run_loses_nothing(echelon, tmp_path, server
         os.kill(run.read_pids()[1], signal.SIGCONT)
     ending = finish(process, 500)
     assert ending.code == 0, ending
-    rows = read_lines(run.metrics_path)
-    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 1201))
+    assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == list(range(1, 1201))
     if not returns:
         assert "track: mlflow is missing" in ending.out and "run the same command again to send them" in ending.out
         server.start()

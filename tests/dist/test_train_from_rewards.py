@@ -244,8 +244,7 @@ def test_all_ranks_raise_the_error_of_the_one_whose_rewards_cannot_start_again(f
 def test_a_signal_while_sampling_saves_and_the_same_command_resumes(folder):
     _, _, whole = train(folder, "whole", 2)
     job = start("train", "recipe.json", "run.name=stopped", "--nproc", "2", cwd=folder)
-    run = RunFolder(folder / "runs" / "stopped")
-    await_line(run.metrics_path, '"step": 5,', job, seconds=200)
+    await_line(RunFolder(folder / "runs" / "stopped").metrics_path, '"step": 5,', job, seconds=200)
     job.send_signal(signal.SIGTERM)
     assert finish(job, 200).code == 3
     ending, _, rows = train(folder, "stopped", 2)

@@ -120,8 +120,7 @@ def test_every_table_is_one(site: Path) -> None:
 
 
 def test_the_tabs_are_the_sections_of_the_index(site: Path, pages: dict[str, Page]) -> None:
-    hook = importlib.import_module("tests.docs.site_hook")
-    assert [title for title, _ in hook.read_index()] == SECTIONS
+    assert [title for title, _ in importlib.import_module("tests.docs.site_hook").read_index()] == SECTIONS
     tabs = re.findall(r'class="md-tabs__link">\s*(.*?)\s*</a>', (site / "index.html").read_text(), re.DOTALL)
     assert tabs == ["Home", *SECTIONS]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -82,8 +82,7 @@ def test_from_right_answers_to_rewards(tmp_path: Path, check_picture: Check) -> 
 
 @pytest.mark.slow
 def test_from_chats_to_an_assistant(tmp_path: Path, check_picture: Check) -> None:
-    session = Session(tmp_path, SECONDS)
-    session.run_page(ROOT / "docs" / "tutorial-chat.md")
+    Session(tmp_path, SECONDS).run_page(ROOT / "docs" / "tutorial-chat.md")
     questions = (tmp_path / "questions.txt").read_text().splitlines()[:4]
     command = "generate runs/assistant --chat --temperature 0 --max-tokens 64"
     terminal = Terminal(*command.split(), folder=tmp_path, PYTHONPATH=str(ROOT / "src"))

@@ -60,14 +60,12 @@ def test_a_signal_saves_and_the_native_engine_goes_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     ended = finish(process, SECONDS)
     assert ended.code != 0 and "stopped by SIGTERM at step" in ended.out + ended.err
-    before = losses(tmp_path)
-    steps = max(before) + 2
+    steps = max(losses(tmp_path)) + 2
     plain = json.loads(recipe.read_text())
     del plain["engine"], plain["deepspeed"]
     recipe.write_text(json.dumps(plain))
     more = (f"train.steps={max(60, steps)}", "parallel=fsdp")
-    resumed = start("train", str(recipe), *more, "--nproc", "1", cwd=tmp_path)
-    ended = finish(resumed, SECONDS)
+    ended = finish(start("train", str(recipe), *more, "--nproc", "1", cwd=tmp_path), SECONDS)
     assert ended.code == 0, ended.err
     assert sorted(losses(tmp_path)) == list(range(1, max(60, steps) + 1))
 

@@ -131,8 +131,7 @@ def test_copies_that_do_not_divide_a_microbatch(text: Path, tmp_path: Path, nati
 
 @pytest.mark.slow
 def test_two_workers(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    row = by_tensorflow(with_ranks(Row(), 2, micro_batch=2))
-    assert_equal(train(row, tmp_path, text), native)
+    assert_equal(train(by_tensorflow(with_ranks(Row(), 2, micro_batch=2)), tmp_path, text), native)
 
 
 @pytest.mark.slow

@@ -23,8 +23,7 @@ def test_saving_copies_before_it_returns(gpu, tmp_path):
     for tensor in tensors.values():
         tensor.fill_(-1.0)
     store.wait()
-    checkpoint = store.newest()
-    store.load(checkpoint, tensors)
+    store.load(store.newest(), tensors)
     store.close()
     assert all(torch.equal(tensors[name].cpu(), expected[name]) for name in expected)
 

@@ -49,16 +49,14 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(gpu, text, tmp_pat
     paths = {name: write_recipe(row, tmp_path / name, text, STEPS) for name in ("straight", "killed")}
     succeed("train", paths["straight"], "--nproc", "1", *OVERRIDES)
     kill_after_first_checkpoint(paths["killed"], tmp_path / "killed" / "run")
-    output = succeed("train", paths["killed"], "--nproc", "1", *OVERRIDES)
-    assert "Resuming from step-" in output
+    assert "Resuming from step-" in succeed("train", paths["killed"], "--nproc", "1", *OVERRIDES)
     runs = [tmp_path / name / "run" for name in ("straight", "killed")]
     straight, resumed = ([each for each in read_rows(run) if each["kind"] == "train"] for run in runs)
     assert [each["step"] for each in resumed] == list(range(1, STEPS + 1))
     for ours, theirs in zip(resumed, straight, strict=True):
         assert [ours[key] for key in EXACT] == [theirs[key] for key in EXACT]
     assert equal_tensors(*(tensors_of(run, STEPS) for run in runs))
-    environment = json.loads((runs[0] / "environment.json").read_text())
-    assert environment["cluster"]["kind"] == gpu.device.type
+    assert json.loads((runs[0] / "environment.json").read_text())["cluster"]["kind"] == gpu.device.type
     assert straight[-1]["loss"] < 0.6 * straight[0]["loss"] and straight[-1]["mfu"] > 0
 
     result = json.loads(succeed("eval", runs[0], "--json").strip().splitlines()[-1])
@@ -72,7 +70,6 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(gpu, text, tmp_pat
 def test_the_defaults_of_a_gpu_train(gpu, text, tmp_path, parallel):
     """The choices of `auto` on a GPU, bf16 and inductor; and a run with offloading."""
     row = Row(parallel, micro_batch=4, compile=parallel == "auto", precision="bf16")
-    path = write_recipe(row, tmp_path, text, 60)
-    succeed("train", path, "--nproc", "1")
+    succeed("train", write_recipe(row, tmp_path, text, 60), "--nproc", "1")
     losses = [each["loss"] for each in read_rows(tmp_path / "run") if each["kind"] == "train"]
     assert len(losses) == 60 and losses[-1] < 0.8 * losses[0]

@@ -40,8 +40,7 @@ def test_collectives_of_nccl_are_recorded(gpu, tmp_path):
 
 def test_a_wait_for_the_gpu_is_a_wait(gpu, tmp_path):
     torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
-    stamp = Stamp(gpu.device)
-    thread = threading.Thread(target=stamp.wait)
+    thread = threading.Thread(target=Stamp(gpu.device).wait)
     thread.start()
     time.sleep(0.3)
     frame = sys._current_frames()[thread.ident]

@@ -185,8 +185,7 @@ def _take_all_the_way(model_type: str, workers: WorkerPool, folder: Path) -> Non
 
 def tiny_fields(model_type: str) -> dict[str, Any]:
     """A small `model.config` of a family."""
-    default = AutoConfig.for_model(model_type)
-    return {"model_type": model_type, **_shrink(default), **_SPECIAL.get(model_type, {})}
+    return {"model_type": model_type, **_shrink(AutoConfig.for_model(model_type)), **_SPECIAL.get(model_type, {})}
 
 
 def _shrink(config: Any) -> dict[str, Any]:

@@ -104,8 +104,7 @@ def int8(step, workers, state):
         return torch.where(scale > 0, torch.round(blocks / scale.clamp(min=1e-38)) * scale, 0).flatten()[: len(flat)]
 
     flat = [torch.cat([each[name].flatten() for name in sizes]) for each in workers]
-    total = quantize(sum(quantize(each) for each in flat))
-    parts = torch.split(total, list(sizes.values()))
+    parts = torch.split(quantize(sum(quantize(each) for each in flat)), list(sizes.values()))
     return {name: part.view_as(workers[0][name]) for name, part in zip(sizes, parts, strict=True)}
 
 

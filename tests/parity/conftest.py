@@ -4,17 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.published_rows import (
-    Difference,
-    Measured,
-    append,
-    begin,
-    choose_rows,
-    describe_machine,
-    digest_source,
-    parse_part,
-    read_measured,
-)
+from tests.parity import published_rows
 from tests.parity.training import Row, train
 from tests.workers import WorkerPool
 
@@ -27,7 +17,9 @@ def pytest_addoption(parser):
         type=Path,
         help="compare rows alone, and append what each differs by to FILE; rows that stand there are left out",
     )
-    group.addoption("--part", metavar="I/N", type=parse_part, default=(1, 1), help="with --publish: one of N parts")
+    group.addoption(
+        "--part", metavar="I/N", type=published_rows.parse_part, default=(1, 1), help="with --publish: one of N parts"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -36,7 +28,9 @@ def pytest_collection_modifyitems(config, items):
         return
     rows = [item for item in items if "publish" in getattr(item, "fixturenames", ())]
     names = [str(item.callspec.params["row"]) for item in rows]
-    chosen = choose_rows(names, read_measured([path]), digest_source(), config.getoption("--part"))
+    chosen = published_rows.choose_rows(
+        names, published_rows.read_measured([path]), published_rows.digest_source(), config.getoption("--part")
+    )
     kept = []
     for item, name in zip(rows, names, strict=True):
         if name in chosen:
@@ -57,11 +51,11 @@ def publish(pytestconfig):
     path = pytestconfig.getoption("--publish")
     if path is None:
         return None
-    environment = describe_machine()
-    begin(path, environment)
+    environment = published_rows.describe_machine()
+    published_rows.begin(path, environment)
 
-    def keep(row: Row, difference: Difference, equal: bool, seconds: float) -> None:
-        append(path, Measured(row, difference, equal, seconds, environment))
+    def keep(row: Row, difference: published_rows.Difference, equal: bool, seconds: float) -> None:
+        published_rows.append(path, published_rows.Measured(row, difference, equal, seconds, environment))
 
     return keep
 

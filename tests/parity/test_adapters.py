@@ -116,8 +116,7 @@ def test_an_adapter_goes_on_under_another_plan(workers, text, tmp_path, referenc
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["experts", "4-bit experts"])
 def test_a_merged_export_of_experts_computes_the_same(workers, text, tmp_path, adapter):
-    row = with_ranks(Row("fsdp", adapter=adapter, family="mixtral"), 2)
-    train(workers, row, tmp_path, text)
+    train(workers, with_ranks(Row("fsdp", adapter=adapter, family="mixtral"), 2), tmp_path, text)
     export_run(tmp_path / "run", tmp_path / "merged")
     ids = torch.arange(32).reshape(2, 16) + 64
     models = (
@@ -130,8 +129,7 @@ def test_a_merged_export_of_experts_computes_the_same(workers, text, tmp_path, a
 
 def test_what_is_frozen_stays(workers, text, tmp_path):
     """A planted mistake the rows would not show: everything trains, alike on every rank."""
-    row = with_ranks(Row("fsdp", adapter="lora"), 2)
-    train(workers, row, tmp_path, text)
+    train(workers, with_ranks(Row("fsdp", adapter="lora"), 2), tmp_path, text)
     saved = tensors_of(tmp_path / "run", step=4)
     trained = {name for name in saved if name.startswith("model.")}
     assert len(trained) == 2 * 7 * 2  # A and B beside seven linear layers in each of two

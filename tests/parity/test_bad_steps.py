@@ -198,8 +198,7 @@ def test_a_skipped_step_is_one_that_never_was(workers, text, tmp_path, plain, ro
     for name, weight in plain(row).items():
         torch.testing.assert_close(tensors[f"model.{name}"], weight, rtol=0, atol=2e-5)
     train(pool, row, tmp_path / "resumed", text, steps=8, stop_at=3)
-    resumed = trained(train(pool, row, tmp_path / "resumed", text, steps=8))
-    assert resumed == rows
+    assert trained(train(pool, row, tmp_path / "resumed", text, steps=8)) == rows
     assert equal_tensors(tensors_of(tmp_path / "resumed" / "run", step=8), tensors)
 
 

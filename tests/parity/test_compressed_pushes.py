@@ -92,8 +92,7 @@ def test_losses_are_those_of_compressed_gradients_in_plain_torch(workers, text, 
     row = served(2, 1, **sgd, compress={"method": method, **fraction})
     found = losses_of(train(workers, row, tmp_path / "servers", text, STEPS))
     path, plan = prepare(alone(row), tmp_path / "alone", text, STEPS)
-    expected = workers.run(add_up, 1, str(path), plan, 2, compress)[0]
-    assert found == pytest.approx(expected, abs=tolerance)
+    assert found == pytest.approx(workers.run(add_up, 1, str(path), plan, 2, compress)[0], abs=tolerance)
     plain = workers.run(add_up, 1, str(path), plan, 2, send_whole)[0]
     assert found != pytest.approx(plain, abs=tolerance), "the compression makes a difference"
 

@@ -31,8 +31,7 @@ def small_model():
 
 
 def loss_of(model, worker, size, step):
-    generator = torch.Generator().manual_seed(1000 * step + worker)
-    inputs = torch.randn(16, 40, generator=generator)
+    inputs = torch.randn(16, 40, generator=torch.Generator().manual_seed(1000 * step + worker))
     return (model(inputs) - torch.sin(3 * inputs[:, :8])).square().sum() / (16 * size)
 
 

@@ -12,15 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.model.build import build_on_meta, load_config
-from echelon.learn.parallel.expert import (
-    ExpertDispatch,
-    ExpertGroup,
-    FixedCapacity,
-    Share,
-    divide_experts,
-    find_dispatches,
-    find_experts,
-)
+from echelon.learn.parallel import expert
 from echelon.learn.parallel.kept_activations import checkpoint_activations
 from echelon.planner.plan import ParallelPlan
 from tests.families import small_config
@@ -30,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 TOKENS = (24, 40)  # of the two ranks
 CHOSEN = 2
-GROUPS = {False: ExpertGroup, True: FixedCapacity}
+GROUPS = {False: expert.ExpertGroup, True: expert.FixedCapacity}
 
 
 class Exchanges(TorchDispatchMode):
@@ -50,7 +42,7 @@ class Exchanges(TorchDispatchMode):
 
 def build_experts(family):
     """The experts of a layer, with random weights."""
-    found = find_experts(build_on_meta(load_config(small_config(family))))
+    found = expert.find_experts(build_on_meta(load_config(small_config(family))))
     experts = copy.deepcopy(next(iter(found.values()))).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(5)
     for parameter in experts.parameters():
@@ -90,7 +82,7 @@ def run_part(rank, world_size, family, lonely, has_fixed_capacity):
     hidden, weights = hidden[mine].clone().requires_grad_(), weights[mine].clone().requires_grad_()
     group = GROUPS[has_fixed_capacity](DeviceMesh("cpu", list(range(world_size))).get_group())
     with HostReads() as reads, Exchanges() as exchanges:
-        outputs = ExpertDispatch(experts, group, num_experts)(hidden, chosen[mine], weights)
+        outputs = expert.ExpertDispatch(experts, group, num_experts)(hidden, chosen[mine], weights)
         outputs.square().sum().backward()
     gradients = {name: each.grad for name, each in experts.named_parameters()}
     sent = [int((chosen[mine] // share == peer).sum()) for peer in range(world_size)]
@@ -124,13 +116,13 @@ def run_divided(rank, world_size, parallel):
     plan = ParallelPlan("fsdp", **parallel)
     meshes = replace(build_mesh(plan, "cpu"), device_type="cuda")
     model = build_on_meta(load_config(small_config("mixtral")))
-    divide_experts(model, plan, meshes)
-    return {type(dispatch.group) for dispatch in find_dispatches(model)}
+    expert.divide_experts(model, plan, meshes)
+    return {type(dispatch.group) for dispatch in expert.find_dispatches(model)}
 
 
 def test_gpus_exchange_only_the_rows_that_are_needed(workers):
     """Not ep times as many, for the host reads their numbers. With tp alone nothing is sent, and the host need not."""
-    for parallel, kind in (({"dp_shard": 2, "ep": 2}, ExpertGroup), ({"tp": 2}, FixedCapacity)):
+    for parallel, kind in (({"dp_shard": 2, "ep": 2}, expert.ExpertGroup), ({"tp": 2}, expert.FixedCapacity)):
         assert workers.run(run_divided, 2, parallel) == [{kind}] * 2
 
 
@@ -155,8 +147,8 @@ def run_again(rank, world_size, policy, changed):
         setattr(experts, name, nn.Parameter(each.detach()[rank * share : (rank + 1) * share].clone()))
     layer = nn.Module()
     layer.experts = experts
-    group = ExpertGroup(DeviceMesh("cpu", list(range(world_size))).get_group())
-    experts.forward = ExpertDispatch(experts, group, share * world_size)
+    group = expert.ExpertGroup(DeviceMesh("cpu", list(range(world_size))).get_group())
+    experts.forward = expert.ExpertDispatch(experts, group, share * world_size)
     # the second as if rounding had chosen other experts
     choices, passes = [chosen[mine], (chosen[mine] + 1) % experts.num_experts], []
 
@@ -204,7 +196,9 @@ def run_shares(rank, world_size, family, num_ranks, has_fixed_capacity):
             first = (2 * rank if num_ranks > 1 else 0) * size + index * size
             for name, each in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(each.detach()[first : first + size].clone()))
-            dispatch = ExpertDispatch(experts, GROUPS[has_fixed_capacity](ranks), experts.num_experts, Share(index, 2))
+            dispatch = expert.ExpertDispatch(
+                experts, GROUPS[has_fixed_capacity](ranks), experts.num_experts, expert.Share(index, 2)
+            )
             outputs = outputs + dispatch(hidden, chosen[mine], weights)
             shares.append(experts)
         outputs.square().sum().backward()

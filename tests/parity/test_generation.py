@@ -180,8 +180,7 @@ def answer_uneven(rank, world_size, path, plan):
 
 
 def test_ranks_may_have_different_prompts(workers, text, tmp_path):
-    row = with_ranks(Row("fsdp"), 2, micro_batch=2)
-    path, plan = prepare(row, tmp_path, text, STEPS + 1)
+    path, plan = prepare(with_ranks(Row("fsdp"), 2, micro_batch=2), tmp_path, text, STEPS + 1)
     results = workers.run(answer_uneven, 2, str(path), plan)
     for errors in results:
         assert errors[0] == "generate, rank 0: there is no prompt; give every rank at least one."

@@ -105,5 +105,4 @@ def count_graphs(rank, world_size, path):
 
 def test_a_layer_larger_than_a_bucket_is_one_graph(workers, text, tmp_path):
     """DDP's first bucket is 1 MiB, and a layer here has 4 MB of weights. The second graph is that of the loss."""
-    recipe = write_recipe(Row(), tmp_path, text, steps=4)
-    assert workers.run(count_graphs, 2, str(recipe)) == [2, 2]
+    assert workers.run(count_graphs, 2, str(write_recipe(Row(), tmp_path, text, steps=4))) == [2, 2]

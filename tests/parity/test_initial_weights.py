@@ -77,8 +77,7 @@ def peak_while_building(rank, world_size, path, plan, config):
     engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
     done.set()
     thread.join()
-    whole = sum(parameter.numel() * 4 for parameter in engine.decoder.parameters())
-    return peak - before, whole
+    return peak - before, sum(parameter.numel() * 4 for parameter in engine.decoder.parameters())
 
 
 EXPERTS = {"num_local_experts": 16, "intermediate_size": 256, "num_experts_per_tok": 2}

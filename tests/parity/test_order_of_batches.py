@@ -10,17 +10,7 @@ from echelon.learn.data.mixture import build_order
 from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
 from tests.mixtures import write_sources
-from tests.parity.training import (
-    EXACT,
-    Row,
-    difference,
-    equal_tensors,
-    hashes,
-    tensors_of,
-    train,
-    with_ranks,
-    write_recipe,
-)
+from tests.parity import training
 
 pytestmark = pytest.mark.dist
 
@@ -45,22 +35,22 @@ def mixture(tmp_path_factory):
 def uninterrupted(workers, text, tmp_path_factory, mixture):
     """Ten steps on one process, where they lie."""
     folder = tmp_path_factory.mktemp("one")
-    return train(workers, Row(micro_batch=4, changes=mixture), folder, text, STEPS), folder
+    return training.train(workers, training.Row(micro_batch=4, changes=mixture), folder, text, STEPS), folder
 
 
 @pytest.mark.parametrize(
     ("parallel", "ranks", "micro"), [("ddp", 2, 2), pytest.param("zero1", 4, 1, marks=pytest.mark.slow)]
 )
 def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupted, parallel, ranks, micro):
-    rows = train(workers, Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
-    losses, norms = difference(rows, uninterrupted[0])
+    rows = training.train(workers, training.Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
+    losses, norms = training.difference(rows, uninterrupted[0])
     assert losses <= 2e-5 and norms <= 1e-4
-    assert hashes(rows) == hashes(uninterrupted[0])
+    assert training.hashes(rows) == training.hashes(uninterrupted[0])
 
 
 def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupted):
     """The hashes and the schedule of the run are those of the sequences that the mixture's order names."""
-    recipe, _ = load_recipe(write_recipe(Row(micro_batch=4, changes=mixture), tmp_path, text, STEPS))
+    recipe, _ = load_recipe(training.write_recipe(training.Row(micro_batch=4, changes=mixture), tmp_path, text, STEPS))
     data = prepare_data(recipe)
     assert [recipe.batches.sequences(step) for step in range(STEPS)] == SIZES
     ids = build_order(recipe, data.train).sample_ids(0, sum(SIZES)).tolist()
@@ -77,30 +67,33 @@ def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupt
 
 
 def test_a_resume_in_the_middle_is_exact(workers, text, tmp_path, mixture):
-    row = with_ranks(Row("ddp", changes=mixture), 2, micro_batch=2)
-    straight = train(workers, row, tmp_path / "straight", text, STEPS)
-    train(workers, row, tmp_path / "resumed", text, STEPS, stop_at=4)
-    resumed = train(workers, row, tmp_path / "resumed", text, STEPS)
+    row = training.with_ranks(training.Row("ddp", changes=mixture), 2, micro_batch=2)
+    straight = training.train(workers, row, tmp_path / "straight", text, STEPS)
+    training.train(workers, row, tmp_path / "resumed", text, STEPS, stop_at=4)
+    resumed = training.train(workers, row, tmp_path / "resumed", text, STEPS)
     ours, theirs = (
-        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
+        [tuple(each[key] for key in training.EXACT) for each in rows if each["kind"] == "train"]
+        for rows in (resumed, straight)
     )
     assert ours == theirs
-    assert equal_tensors(*(tensors_of(tmp_path / name / "run", STEPS) for name in ("straight", "resumed")))
+    assert training.equal_tensors(
+        *(training.tensors_of(tmp_path / name / "run", STEPS) for name in ("straight", "resumed"))
+    )
 
 
 def test_a_resume_on_other_ranks_is_the_same_curve(workers, text, tmp_path, mixture, uninterrupted):
-    one = Row(micro_batch=4, changes=mixture)
-    train(workers, replace(one, ranks=4, micro_batch=1), tmp_path, text, STEPS, stop_at=3)
-    train(workers, one, tmp_path, text, STEPS, stop_at=6)
-    rows = train(workers, replace(one, parallel="fsdp", ranks=2, micro_batch=1), tmp_path, text, STEPS)
-    losses, norms = difference(rows, uninterrupted[0])
+    one = training.Row(micro_batch=4, changes=mixture)
+    training.train(workers, replace(one, ranks=4, micro_batch=1), tmp_path, text, STEPS, stop_at=3)
+    training.train(workers, one, tmp_path, text, STEPS, stop_at=6)
+    rows = training.train(workers, replace(one, parallel="fsdp", ranks=2, micro_batch=1), tmp_path, text, STEPS)
+    losses, norms = training.difference(rows, uninterrupted[0])
     assert losses <= 2e-5 and norms <= 1e-4
-    assert hashes(rows) == hashes(uninterrupted[0])
+    assert training.hashes(rows) == training.hashes(uninterrupted[0])
 
 
 def test_other_weights_are_another_order(workers, text, tmp_path, mixture, uninterrupted):
     """The comparison can fail."""
     sources = [{**source, "weight": 1.0} for source in mixture["data"]["train"]]
     changes = {**mixture, "data": {**mixture["data"], "train": sources}}
-    rows = train(workers, Row(micro_batch=4, changes=changes), tmp_path, text, STEPS, stop_at=3)
-    assert not set(hashes(rows)) & set(hashes(uninterrupted[0]))
+    rows = training.train(workers, training.Row(micro_batch=4, changes=changes), tmp_path, text, STEPS, stop_at=3)
+    assert not set(training.hashes(rows)) & set(training.hashes(uninterrupted[0]))

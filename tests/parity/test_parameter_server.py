@@ -5,22 +5,8 @@ import sys
 import pytest
 import torch
 
+from tests.parity import training
 from tests.parity.test_bad_steps import poison
-from tests.parity.training import (
-    LOSS,
-    Row,
-    check_exact_resume,
-    hashes,
-    losses_of,
-    masked_trainer,
-    prepare,
-    read_rows,
-    train,
-    train_rank,
-    weight_difference,
-    weight_differences,
-    with_ranks,
-)
 from traffic import TrafficCounter, count_sent_bytes, read_sent_bytes
 
 pytestmark = pytest.mark.dist
@@ -35,13 +21,13 @@ def served(ranks=2, servers=1, optimizer="adamw", optim=None, **sync):
         "optim": {"max_grad_norm": 1.0, **(optim or {})},
         "checkpoint": {"every": 4, "async": False},
     }
-    return with_ranks(Row("ddp", optimizer=optimizer, changes=changes), ranks, micro_batch=2)
+    return training.with_ranks(training.Row("ddp", optimizer=optimizer, changes=changes), ranks, micro_batch=2)
 
 
 def alone(row, ranks=1, parallel="ddp"):
     """The same training without servers."""
     changes = {section: row.changes[section] for section in ("optim", "checkpoint")}
-    return with_ranks(Row(parallel, optimizer=row.optimizer, changes=changes), ranks, micro_batch=2)
+    return training.with_ranks(training.Row(parallel, optimizer=row.optimizer, changes=changes), ranks, micro_batch=2)
 
 
 SGD = {"optimizer": "sgd", "optim": {"momentum": 0.9, "learning_rate": 0.3}}
@@ -65,13 +51,13 @@ SGD = {"optimizer": "sgd", "optim": {"momentum": 0.9, "learning_rate": 0.3}}
     ],
 )
 def test_losses_and_weights_are_those_of_a_single_process(workers, text, tmp_path, row, steps):
-    ours = train(workers, row, tmp_path / "servers", text, steps)
-    theirs = train(workers, alone(row), tmp_path / "alone", text, steps)
-    assert hashes(ours) == hashes(theirs)
-    assert losses_of(ours) == pytest.approx(losses_of(theirs), abs=1e-5)
+    ours = training.train(workers, row, tmp_path / "servers", text, steps)
+    theirs = training.train(workers, alone(row), tmp_path / "alone", text, steps)
+    assert training.hashes(ours) == training.hashes(theirs)
+    assert training.losses_of(ours) == pytest.approx(training.losses_of(theirs), abs=1e-5)
     norms = [[each["grad_norm"] for each in rows if each["kind"] == "train"] for rows in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    differences = weight_differences(tmp_path / "servers/run", tmp_path / "alone/run", steps)
+    differences = training.weight_differences(tmp_path / "servers/run", tmp_path / "alone/run", steps)
     if row.optimizer == "lion":  # steps by the sign of a number, which rounding decides where it is nearly zero
         assert (differences > 1e-5).double().mean() < 1e-4
     else:
@@ -83,9 +69,11 @@ def test_losses_and_weights_are_those_of_a_single_process(workers, text, tmp_pat
 def test_a_server_steps_its_part_as_the_whole_model_would_be(workers, text, tmp_path, optim):
     """Muon takes matrices of layers only; weight decay leaves out what the recipe says."""
     row = served(2, 2, optim.get("name", "adamw"), optim)
-    ours = train(workers, row, tmp_path / "servers", text, 8)
-    theirs = train(workers, alone(row), tmp_path / "alone", text, 8)
-    assert losses_of(ours) == pytest.approx(losses_of(theirs), abs=LOSS if "name" not in optim else 1e-4)
+    ours = training.train(workers, row, tmp_path / "servers", text, 8)
+    theirs = training.train(workers, alone(row), tmp_path / "alone", text, 8)
+    assert training.losses_of(ours) == pytest.approx(
+        training.losses_of(theirs), abs=training.LOSS if "name" not in optim else 1e-4
+    )
 
 
 @pytest.mark.slow
@@ -96,7 +84,7 @@ def test_the_mean_and_the_sum_of_workers(workers, text, tmp_path):
     mean = served(2, 1, "sgd", {**rate, "learning_rate": 0.04}, aggregate="mean")
     weighted = served(2, 1, "sgd", {**rate, "learning_rate": 0.04})
     found = [
-        losses_of(train(workers, row, tmp_path / str(number), text, 8))
+        training.losses_of(training.train(workers, row, tmp_path / str(number), text, 8))
         for number, row in enumerate((summed, mean, weighted))
     ]
     assert found[0] == pytest.approx(found[1], abs=1e-5)
@@ -104,7 +92,9 @@ def test_the_mean_and_the_sum_of_workers(workers, text, tmp_path):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(workers, text, tmp_path):
-    check_exact_resume(lambda *args, **kw: train(workers, served(2, 2), *args, **kw), tmp_path, text, 4)
+    training.check_exact_resume(
+        lambda *args, **kw: training.train(workers, served(2, 2), *args, **kw), tmp_path, text, 4
+    )
 
 
 @pytest.mark.slow
@@ -112,17 +102,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(workers, text, tmp_path):
 def test_other_plans_load_its_checkpoints_and_the_other_way_round(workers, text, tmp_path, others):
     row = served(2, 2)
     plain = alone(row, others[1], others[0])
-    whole = losses_of(train(workers, alone(row), tmp_path / "whole", text, 8))
+    whole = training.losses_of(training.train(workers, alone(row), tmp_path / "whole", text, 8))
     for name, first, second in (("from", row, plain), ("to", plain, row)):
-        train(workers, first, tmp_path / name, text, 8, stop_at=4)
-        assert losses_of(train(workers, second, tmp_path / name, text, 8)) == pytest.approx(whole, abs=LOSS)
-        assert weight_difference(tmp_path / name / "run", tmp_path / "whole/run", 8) < 2e-5
+        training.train(workers, first, tmp_path / name, text, 8, stop_at=4)
+        assert training.losses_of(training.train(workers, second, tmp_path / name, text, 8)) == pytest.approx(
+            whole, abs=training.LOSS
+        )
+        assert training.weight_difference(tmp_path / name / "run", tmp_path / "whole/run", 8) < 2e-5
 
 
 def train_poisoned(rank, world_size, path, plan, step):
     """A run in which the gradients of every rank are not numbers in a step, counted from 1."""
     with poison({str(step): torch.nan}):
-        train_rank(rank, world_size, path, plan, None, "")
+        training.train_rank(rank, world_size, path, plan, None, "")
 
 
 @pytest.mark.slow
@@ -131,17 +123,17 @@ def test_a_bad_step_is_applied_by_no_server(workers, text, tmp_path, action):
     runs = []
     for name, row in (("servers", served(2, 2)), ("alone", alone(served()))):
         row.changes["fault"] = {"on_bad_step": action}
-        path, plan = prepare(row, tmp_path / name, text, 8)
+        path, plan = training.prepare(row, tmp_path / name, text, 8)
         workers.run(train_poisoned, plan.world_size, str(path), plan, 6)
-        runs.append(read_rows(tmp_path / name / "run"))
+        runs.append(training.read_rows(tmp_path / name / "run"))
     ours, theirs = runs
     assert [row["step"] for row in ours if row.get("skipped")] == [6]
-    assert losses_of(ours) == pytest.approx(losses_of(theirs), abs=LOSS)
+    assert training.losses_of(ours) == pytest.approx(training.losses_of(theirs), abs=training.LOSS)
 
 
 def count_bytes(rank, world_size, path, plan, steps):
     """The bytes of all-reduces of this rank, those its sockets sent, what its server counted, and its numbers."""
-    with masked_trainer(rank, world_size, path, plan) as trainer:
+    with training.masked_trainer(rank, world_size, path, plan) as trainer:
         step_of = trainer.train_step
         pending = [step_of(0)]
         torch.distributed.barrier()  # every worker has its reply
@@ -168,7 +160,7 @@ def count_bytes(rank, world_size, path, plan, steps):
 def test_workers_push_and_pull_and_all_reduce_no_gradients(workers, text, tmp_path):
     """Each server gets from each other worker one gradient for each of its weights, and sends back the weight."""
     steps, ranks = 2, 3
-    path, plan = prepare(served(ranks, 2), tmp_path / "servers", text, 4)
+    path, plan = training.prepare(served(ranks, 2), tmp_path / "servers", text, 4)
     found = workers.run(count_bytes, ranks, str(path), plan, steps)
     total = found[0][-1]
     assert sum(owned for *_, owned, _ in found) == total
@@ -178,5 +170,5 @@ def test_workers_push_and_pull_and_all_reduce_no_gradients(workers, text, tmp_pa
         assert replied == pytest.approx(received, abs=100 * steps), "the weights, and the norms"
         assert sent == pytest.approx(steps * 4 * (total - owned) + replied, rel=0.03)
         assert reduced < 0.01 * 4 * total * steps, "targets and metrics alone"
-    path, plan = prepare(alone(served(), ranks), tmp_path / "ddp", text, 4)
+    path, plan = training.prepare(alone(served(), ranks), tmp_path / "ddp", text, 4)
     assert all(reduced > 4 * total * steps for reduced, *_ in workers.run(count_bytes, ranks, str(path), plan, steps))

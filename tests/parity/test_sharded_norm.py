@@ -41,8 +41,7 @@ def sharded_over_tensor_parallel(meshes):
     model = Pair()
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     parallelize_module(model, meshes.tp, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    replicated = distribute_tensor(model.gain.weight.detach(), meshes.tp, [Replicate()])
-    model.gain.weight = nn.Parameter(replicated)
+    model.gain.weight = nn.Parameter(distribute_tensor(model.gain.weight.detach(), meshes.tp, [Replicate()]))
     fully_shard(model, mesh=meshes.shard)
     parameters = [parameter.detach() for parameter in model.parameters()]
     kinds = {type(placement).__name__ for each in parameters for placement in each.placements}

@@ -69,8 +69,7 @@ def test_packed_moments_and_random_bits_are_the_same_bit_for_bit(workers, master
 
 def refusal(rank, world_size):
     parameter = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (world_size,)), [Shard(1)])
-    config = OptimConfig(name="adamw_8bit", learning_rate=1.0)
-    rule = choose_rule(config, is_layer_matrix=True)
+    rule = choose_rule(OptimConfig(name="adamw_8bit", learning_rate=1.0), is_layer_matrix=True)
     try:
         Slot("w", torch.nn.Parameter(parameter), rule, packs=True, keeps_remainder=False)
     except ConfigError as error:

@@ -105,8 +105,7 @@ def test_hybrid_sharding_equals_one_process(eight_workers, references, text, tmp
 def test_norms_of_heads_whose_gradients_are_not_added_up_turn_a_row_red(workers, text, tmp_path):
     """At a high learning rate, because the ranks' norms drift apart slowly, and without an error."""
     row = Row(TP2, ranks=2, family="qwen3", changes={"optim": {"learning_rate": 2e-2, "warmup": 0}})
-    one = replace(row, parallel="ddp", ranks=1)
-    expected = train(workers, one, tmp_path / "one", text)
+    expected = train(workers, replace(row, parallel="ddp", ranks=1), tmp_path / "one", text)
     found = [
         difference(train(workers, row, tmp_path / (mutation or "right"), text, mutation=mutation), expected)
         for mutation in ("", "plain norms of heads")

@@ -78,8 +78,7 @@ LARGE, ALL = 2, len(SHAPES)
     ids=["rows", "columns in rounds", "copies in rounds", "rows and replicas", "two axes"],
 )
 def test_equals_one_process(workers, sizes, placements, round_size, num_computed):
-    num_ranks = torch.Size(sizes).numel()
-    results = workers.run(compare, num_ranks, sizes, placements, round_size)
+    results = workers.run(compare, torch.Size(sizes).numel(), sizes, placements, round_size)
     assert all(same for same, _, _ in results)
     assert max(distance for _, distance, _ in results) <= 1e-6
     assert sum(len(computed) for _, _, computed in results) == NUM_STEPS * num_computed

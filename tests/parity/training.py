@@ -157,8 +157,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
 def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
     """The plan that the real planner makes of the row on this many processes of one machine."""
     cluster = Cluster(MACHINE, num_devices=row.ranks, devices_per_node=row.ranks, kind="cpu")
-    shape = build_shape(row.config())
-    return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=True)
+    return resolve_plan(recipe, build_shape(row.config()), cluster, num_samples=num_samples, fill=True)
 
 
 def train(
@@ -247,8 +246,7 @@ def masked_trainer(
     """The real trainer; without a source in its recipe, its loader is replaced by one with uneven targets."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    folder = RunFolder(Path(recipe.run.dir))
-    trainer = build_trainer(recipe, plan, folder, runtime, compile_backend=backend)
+    trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime, compile_backend=backend)
     if recipe.data.source is None:
         is_wrong = mutation == "wrong sample" and rank == world_size - 1
         trainer.train_step.loader = with_uneven_targets(trainer.train_step.loader, recipe, is_wrong)

@@ -67,8 +67,7 @@ def test_wsd_is_the_same_as_transformers():
 
 @pytest.mark.parametrize(("ratio", "num_steps"), [(0.03, 100), (0.1, 95), (0.25, 10), (0.333, 77), (0.001, 100)])
 def test_a_warm_up_fraction_is_the_same_as_transformers(tmp_path, ratio, num_steps):
-    arguments = TrainingArguments(str(tmp_path), warmup_steps=ratio)
-    warmup = arguments.get_warmup_steps(num_steps)
+    warmup = TrainingArguments(str(tmp_path), warmup_steps=ratio).get_warmup_steps(num_steps)
     theirs = rates_of(lambda optimizer: get_scheduler("linear", optimizer, warmup, num_steps), num_steps)
     config = OptimConfig(learning_rate=PEAK, schedule="linear", warmup=ratio, min_learning_rate_fraction=0.0)
     assert find_warmup(config, num_steps, ONE) == warmup

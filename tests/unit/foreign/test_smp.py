@@ -160,8 +160,7 @@ def test_the_recipe_says_each_thing_once(tmp_path, overrides, words):
 
 def plan_of(tmp_path, text, devices="8xH100"):
     recipe, _ = load_text(tmp_path, SMALL, "engine=smp", f"smp={text}")
-    shape = build_shape({**recipe.model.config, **LAYERS})
-    return resolve_plan(recipe, shape, parse_devices(devices))
+    return resolve_plan(recipe, build_shape({**recipe.model.config, **LAYERS}), parse_devices(devices))
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,7 @@ def test_the_task_equals_the_golden_file(case, make, tmp_path):
 def test_skypilot_reads_the_task(case, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     sky = pytest.importorskip("sky")
-    text = (GOLDEN / f"skypilot-{case}.yaml").read_text()
-    task = sky.Task.from_yaml_config(yaml.safe_load(text))
+    task = sky.Task.from_yaml_config(yaml.safe_load((GOLDEN / f"skypilot-{case}.yaml").read_text()))
     assert task.name == NAME and task.num_nodes == (2 if case == "spot" else 1)
     assert all(75 in each.job_recovery["recover_on_exit_codes"] for each in task.resources)
     assert {each.use_spot for each in task.resources} == {case == "spot"}

@@ -167,8 +167,7 @@ def test_cancelling_signals_every_machine_and_the_code_is_recorded(shared):
 
 
 def test_a_failing_setup_is_a_failed_job(shared):
-    record = submit(make(shared, "launch.setup=['exit 9']"))
-    assert await_state(record, "failed").exit_code == 9
+    assert await_state(submit(make(shared, "launch.setup=['exit 9']")), "failed").exit_code == 9
 
 
 def test_an_unreachable_machine_ends_the_agents_on_the_others(shared):

@@ -38,7 +38,6 @@ def test_an_unknown_measure_of_a_set_with_terms_is_unknown_of_all():
 
 
 def test_answers_that_nobody_judged_have_no_reward():
-    nothing = EvalResult(None, 0, None, "answers", 0, {"reward": None, "solved": None})
-    row = EvalResults({"held": nothing}).row(4)
+    row = EvalResults({"held": EvalResult(None, 0, None, "answers", 0, {"reward": None, "solved": None})}).row(4)
     assert (row["loss"], row["reward"], row["solved"], row["answers"]) == (None, None, None, 0)
     assert render_evaluation(row) == ["eval at step 4: no result: no answer could be judged"]

@@ -35,8 +35,7 @@ NETWORK = "16xH100@nvlink,tcp25"  # two machines
 
 def choose(devices, shape=SHAPE, given=None, **train):
     """The plan and the line about its choice."""
-    recipe = Recipe.model_validate(given or fields(**train))
-    plan = resolve_plan(recipe, shape, parse_devices(devices))
+    plan = resolve_plan(Recipe.model_validate(given or fields(**train)), shape, parse_devices(devices))
     return plan, [line for line in plan.why if line.startswith("parallel auto")][-1]
 
 
@@ -183,8 +182,7 @@ def small(family):
 @pytest.mark.parametrize("family", DIVIDED)
 def test_every_mixture_of_which_auto_divides_the_experts_can_have_them_divided(family):
     sparse = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {}
-    model = build_on_meta(load_config(small(family) | sparse))
-    assert len(find_experts(model)) == 2
+    assert len(find_experts(build_on_meta(load_config(small(family) | sparse)))) == 2
 
 
 def test_the_choice_of_a_run_is_kept_when_it_resumes(monkeypatch, tmp_path):
@@ -196,8 +194,7 @@ def test_the_choice_of_a_run_is_kept_when_it_resumes(monkeypatch, tmp_path):
     sends_fast = replace(CALIBRATION, bandwidth=1e12, latency=0.0)
 
     def prepare(known, *overrides):
-        recipe = load_recipe(path, overrides)[0]
-        run = prepare_run(recipe, False, lambda: calibrated_cluster(known, 2, 2), {})
+        run = prepare_run(load_recipe(path, overrides)[0], False, lambda: calibrated_cluster(known, 2, 2), {})
         run.folder.unlock()
         return run.plan
 

@@ -69,8 +69,7 @@ def test_refusals(family, ranks, parallel, sections, message):
 
 def test_the_part_of_a_rank_of_tensor_parallelism_by_hand():
     """Two of four experts, half of attention and vocabulary, and the whole router and norms."""
-    shape = build_shape(small_config("mixtral"))
-    part = divide_shape(shape, ParallelPlan("tp", tp=2))
+    part = divide_shape(build_shape(small_config("mixtral")), ParallelPlan("tp", tp=2))
     attention, norms, router = 2 * 64 * 32 + 2 * 32 * 32, 2 * 64, 4 * 64
     assert part.num_layer_parameters == attention + norms + router + 2 * 3 * 128 * 64
     assert part.num_parameters == 2 * part.num_layer_parameters + 64 + 2 * 128 * 64

@@ -244,8 +244,7 @@ def test_a_search_is_ranked_by_what_was_measured(tmp_path, monkeypatch):
 
 def test_other_models_and_devices_are_not_corrected(tmp_path):
     measure(tmp_path, tmp_path / "run", 1.5)
-    wider = replace(SHAPE, hidden_size=512)
-    assert predict(tmp_path, shape=wider)["history"]["factor"] == 1.0
+    assert predict(tmp_path, shape=replace(SHAPE, hidden_size=512))["history"]["factor"] == 1.0
     assert predict(tmp_path, cluster=parse_devices("2xH100"))["history"]["factor"] == 1.0
 
 

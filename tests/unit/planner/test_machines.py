@@ -125,8 +125,7 @@ def test_memory_of_the_machine_itself(recipe, shape):
     ):
         resolve_plan(offload, shape, cluster_of(INSTANCES["ml.g5.xlarge"], 1))
     assert resolve_plan(offload, shape, cluster_of(INSTANCES["ml.g5.2xlarge"], 1)).cpu_offload
-    train = recipe.train.model_copy(update={"activation_offloading": True})
-    both = offload.model_copy(update={"train": train})
+    both = offload.model_copy(update={"train": recipe.train.model_copy(update={"activation_offloading": True})})
     with pytest.raises(PlanError, match=r"offload=true and train\.activation_offloading=true: .* and activations of"):
         resolve_plan(both, shape, cluster_of(INSTANCES["ml.g5.xlarge"], 1))
 

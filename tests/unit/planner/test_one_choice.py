@@ -90,8 +90,7 @@ def test_the_settings_of_what_auto_takes_give_the_same_plan(devices, strategy, c
 
 def test_where_auto_fits_nothing_the_quote_is_searched():
     recipe, _, quotes = quote_each("pretrain-1.3b", 1)
-    shape = build_shape({**recipe.model.config, "vocab_size": 32000})
-    choice = choose_instance(recipe, shape, 1)
+    choice = choose_instance(recipe, build_shape({**recipe.model.config, "vocab_size": 32000}), 1)
     assert "  do not fit: ml.g5.2xlarge" in choice.describe()
     assert (
         "  costs are of all steps, without a start; echelon plan --quote adds 5 min for it, and searches other plans "

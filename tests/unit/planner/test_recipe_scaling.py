@@ -76,8 +76,7 @@ def test_short_runs_have_smaller_batches_and_shorter_warm_ups() -> None:
     short, long = scale_recipe(10_000_000, 100_000_000), scale_recipe(10_000_000, 10_000_000_000)
     # C = 6 N D = 6e15: 0.2920 * C^0.3271 = 42 thousand tokens, and a little more with attention.
     assert short["global_batch_tokens"] in (32768, 65536) and long["global_batch_tokens"] >= 131072
-    steps = math.ceil(100_000_000 / short["global_batch_tokens"])
-    assert short["warmup"] == round(0.05 * steps)
+    assert short["warmup"] == round(0.05 * math.ceil(100_000_000 / short["global_batch_tokens"]))
     assert short["learning_rate"] == pytest.approx(0.003239 - 0.0001395 * 16.12, abs=5e-5)  # ln 1e7 = 16.118
 
 

@@ -87,16 +87,14 @@ def test_every_candidate_of_a_search_samples_as_many_as_it_has_room_for():
 
 
 def test_a_token_takes_at_least_the_time_to_read_the_weights():
-    recipe = build_recipe(parallel="zero2", train={"global_batch_size": 64})
-    shape, cluster, plan = resolve(recipe, "8xH200")
+    shape, cluster, plan = resolve(build_recipe(parallel="zero2", train={"global_batch_size": 64}), "8xH200")
     seconds = estimate_time(shape, plan, cluster).sampling
     # 8.03e9 parameters in 2 bytes, of which the embedding is not read, at 4.8 TB/s, 2,048 times.
     assert seconds > (8.03e9 - 0.53e9) * 2 / 4.8e12 * 2048
 
 
 def test_weights_that_are_gathered_for_every_token_make_sampling_slow():
-    recipe = build_recipe()
-    shape, cluster, plan = resolve(recipe)
+    shape, cluster, plan = resolve(build_recipe())
     assert plan.strategy == "zero2"  # which gathers weights once, where fsdp gathers them for every token
     fsdp = resolve_plan(build_recipe(parallel="fsdp"), shape, cluster)
     slow, fast = (estimate_time(shape, candidate, cluster) for candidate in (fsdp, plan))
@@ -118,8 +116,7 @@ def test_each_update_on_the_answers_takes_as_long_as_the_first():
 
 def test_a_plan_of_another_objective_has_no_rollout(tmp_path):
     recipe = build_recipe()
-    other = recipe.model_copy(update={"objective": type(recipe.objective)(name="causal_lm")})
-    _, _, plan = resolve(other)
+    _, _, plan = resolve(recipe.model_copy(update={"objective": type(recipe.objective)(name="causal_lm")}))
     assert plan.rollout is None
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     rewarded = resolve(recipe)[2]

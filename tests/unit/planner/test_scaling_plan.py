@@ -14,17 +14,10 @@ import yaml
 from echelon.cli.api.plan_scaling import plan_scaling
 from echelon.cli.commands.plan import plan as plan_command
 from echelon.ground.errors import ConfigError, PlanError
+from echelon.planner import reliability
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.more_devices import Scaling, count_step_bytes
-from echelon.planner.reliability import (
-    Reliability,
-    best_interval_seconds,
-    complete_share,
-    estimate_goodput,
-    expect_slowest,
-    training_share,
-)
 from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe.document import Recipe
@@ -161,12 +154,12 @@ def simulate_failures(interval, save, restart, failure, chance):
 
 @pytest.mark.parametrize(("save", "restart", "failure"), [(10, 300, 7200), (60, 600, 3600), (2, 30, 600)])
 def test_the_goodput_is_that_of_a_simulated_job(save, restart, failure):
-    interval = best_interval_seconds(save, failure)
+    interval = reliability.best_interval_seconds(save, failure)
     chance = random.Random(3)
     found = statistics.mean(simulate_failures(interval, save, restart, failure, chance) for _ in range(4))
-    assert training_share(interval, save, restart, failure) == pytest.approx(found, rel=0.015)
+    assert reliability.training_share(interval, save, restart, failure) == pytest.approx(found, rel=0.015)
     for other in (0.5, 2.0):  # the interval is the best one
-        assert training_share(other * interval, save, restart, failure) < training_share(
+        assert reliability.training_share(other * interval, save, restart, failure) < reliability.training_share(
             interval, save, restart, failure
         )
 
@@ -175,18 +168,20 @@ def test_the_goodput_is_that_of_a_simulated_job(save, restart, failure):
 def test_a_step_waits_for_the_slowest_machine(count):
     chance = random.Random(5)
     found = statistics.mean(max(chance.gauss(1, 0.05) for _ in range(count)) for _ in range(1500))
-    assert expect_slowest(count, 0.05) == pytest.approx(found, abs=0.003)
-    assert expect_slowest(1, 0.05) == expect_slowest(count, 0.0) == 1
+    assert reliability.expect_slowest(count, 0.05) == pytest.approx(found, abs=0.003)
+    assert reliability.expect_slowest(1, 0.05) == reliability.expect_slowest(count, 0.0) == 1
 
 
 def test_more_machines_fail_more_often():
     shape, plan = build_shape(SMALL), plan_of("fsdp", devices="64xH100")
-    one, many = (estimate_goodput(shape, plan, count, Reliability(1000.0)) for count in (1, 100))
+    one, many = (
+        reliability.estimate_goodput(shape, plan, count, reliability.Reliability(1000.0)) for count in (1, 100)
+    )
     assert (one.failure_hours, many.failure_hours) == (1000.0, 10.0)
     assert many.interval_seconds < one.interval_seconds and many.share < one.share < 1
     # Each of 64 ranks copies its part of 4 bytes of weights and 8 of moments per parameter to host memory at 24 GB/s.
     assert one.save_seconds == pytest.approx(12 * shape.num_parameters / 64 / 24e9, rel=1e-3)
-    assert estimate_goodput(shape, plan, 100, Reliability(0.001)).share < 0.01
+    assert reliability.estimate_goodput(shape, plan, 100, reliability.Reliability(0.001)).share < 0.01
 
 
 @pytest.mark.parametrize("num_spares", [0, 1, 2])
@@ -202,8 +197,8 @@ def test_spare_machines_stand_in_for_those_that_are_replaced(num_spares):
             complete += (change - clock) * (len(ends) <= num_spares)
             clock = change
         ends.append(clock + chance.uniform(2, 18))
-    assert complete_share(1.0, num_spares) == pytest.approx(complete / clock, abs=0.01)
-    assert complete_share(1.0, num_spares) == pytest.approx([0.3679, 0.7358, 0.9197][num_spares], abs=1e-4)
+    assert reliability.complete_share(1.0, num_spares) == pytest.approx(complete / clock, abs=0.01)
+    assert reliability.complete_share(1.0, num_spares) == pytest.approx([0.3679, 0.7358, 0.9197][num_spares], abs=1e-4)
 
 
 def write(tmp_path, **given):

@@ -200,8 +200,7 @@ def test_a_recipe_that_no_plan_can_honour_is_refused_with_the_reason():
 
 def test_a_budget_and_a_deadline_leave_out_plans():
     given = fields(activation_checkpointing="full", micro_batch_size=1)
-    free = search(given, instance="ml.p5.48xlarge")
-    hours = sorted(each.forecast.hours for each in free.allowed)
+    hours = sorted(each.forecast.hours for each in search(given, instance="ml.p5.48xlarge").allowed)
     limited = search(given, instance="ml.p5.48xlarge", deadline_hours=hours[4])
     assert sorted(each.forecast.hours for each in limited.allowed) == hours[:5]
     assert f"5 of them within {hours[4]:g} h" in str(limited)
@@ -244,8 +243,7 @@ def test_pipelines_and_divided_sequences_are_tried_where_they_could_come_first()
     config = LLAMA | {"max_position_embeddings": 65536, "hidden_size": 8192, "intermediate_size": 28672}
     given = fields(config=config | {"num_attention_heads": 64}, activation_checkpointing="full", micro_batch_size=1)
     given["data"] = {"train": "text.txt", "sequence_len": 65536}
-    report = search(given, instance="auto", count=2, by="cost")
-    first = report.candidates[0]
+    first = search(given, instance="auto", count=2, by="cost").candidates[0]
     assert first.plan.pp > 1 or first.plan.cp > 1
     alone = search(given, instance=first.machines.split()[-1], count=2, by="cost")
     assert replace(alone.candidates[0].plan, why=()) == replace(first.plan, why=())
@@ -255,8 +253,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     path = tmp_path / "large.yaml"
     path.write_text(yaml.safe_dump(fields("fsdp")))
     plan_command(path, devices="8xH100@nvlink,efa", as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    best = found["candidates"][0]
+    best = json.loads(capsys.readouterr().out)["candidates"][0]
     assert best["fits"] is True and best["parallel"]["dp_shard"] == 8 and best["usd"] is None
     assert best["tokens_per_second"] == pytest.approx(64 * 4096 / best["step_seconds"])
     assert sum(best["seconds"].values()) == pytest.approx(best["step_seconds"])
@@ -273,15 +270,13 @@ def test_the_frontier_has_what_no_other_plan_beats():
 
 
 def test_a_search_over_machines_is_drawn_as_time_against_cost(tmp_path):
-    given = fields(activation_checkpointing="full", micro_batch_size=1)
-    report = search(given, instance="auto", count=1)
+    report = search(fields(activation_checkpointing="full", micro_batch_size=1), instance="auto", count=1)
     root = ElementTree.fromstring(draw_search(report.allowed))
     space = "{http://www.w3.org/2000/svg}"
     assert len(list(root.iter(f"{space}circle"))) == len(report.allowed) > 3
     words = {each.text for each in root.iter(f"{space}text")}
     assert {"hours of the run", "dollars"} <= words
-    cheapest = min(report.allowed, key=lambda each: each.forecast.usd)
-    assert cheapest.machines in words
+    assert min(report.allowed, key=lambda each: each.forecast.usd).machines in words
     memory = ElementTree.fromstring(draw_search(candidates()[:5]))
     assert "bytes of a device" in {each.text for each in memory.iter(f"{space}text")}
     with pytest.raises(ConfigError, match="nothing to draw"):
@@ -321,8 +316,7 @@ def test_failures_and_stragglers_count_in_the_ranking_and_in_the_limits():
     goodput = partial(Goodput, failure_hours=10.0, save_seconds=1.0, interval_seconds=600.0, slowdown=1.0)
     priced = (replace(each, forecast=replace(each.forecast, price=HourlyPrice(10.0, "here"))) for each in candidates())
     one = replace(next(priced), machines="one", goodput=goodput(share=0.9))
-    step = one.forecast.step.scaled(0.85 / 2)
-    forecast = replace(one.forecast, step=step, num_machines=2, num_devices=16)
+    forecast = replace(one.forecast, step=one.forecast.step.scaled(0.85 / 2), num_machines=2, num_devices=16)
     two = replace(one, machines="two", forecast=forecast, cluster=replace(one.cluster, num_devices=16))
     for share, first in ((0.9, "two"), (0.6, "one")):
         both = [one, replace(two, goodput=goodput(share=share))]

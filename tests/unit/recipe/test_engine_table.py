@@ -53,8 +53,7 @@ def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_engine_is_compared_for_a_recipe(tmp_path) -> None:
-    recipe = load_text(tmp_path, SMALL, "optim.name=lion")[0]
-    lines = list(compare_engines(recipe, plan_of))
+    lines = list(compare_engines(load_text(tmp_path, SMALL, "optim.name=lion")[0], plan_of))
     assert "  native: ddp, 1 x 4 sequences" in lines
     [refusal] = [line for line in lines if line.startswith("  toy: refuses it")]
     assert "engine" in refusal

@@ -75,8 +75,7 @@ def test_steps_and_batch(train: dict[str, float], batch: int, steps: int) -> Non
 
 def test_epochs_are_counted_in_decimal() -> None:
     # In binary 0.1 * 30 is 3.0000000000000004, which would be a fourth step.
-    recipe = Recipe.model_validate({**PARTS, "train": {"epochs": 0.1, "global_batch_size": 1}})
-    assert recipe.num_steps(30) == 3
+    assert Recipe.model_validate({**PARTS, "train": {"epochs": 0.1, "global_batch_size": 1}}).num_steps(30) == 3
 
 
 def test_a_recipe_is_frozen_and_hashes_by_content(tmp_path: Path) -> None:
@@ -186,8 +185,7 @@ def test_an_invalid_value_gets_one_clear_message(tmp_path: Path, old: str, new: 
 
 
 def test_every_invalid_key_has_its_own_line(tmp_path: Path) -> None:
-    text = SMALL.replace("steps: 100", "steps: 0").replace("small", "a b")
-    lines = message_of(tmp_path, text).splitlines()
+    lines = message_of(tmp_path, SMALL.replace("steps: 100", "steps: 0").replace("small", "a b")).splitlines()
     assert [line.split(": ")[1].split("=")[0] for line in lines] == ["run.name", "train.steps"]
 
 

@@ -35,8 +35,7 @@ def test_an_override_creates_the_sections_it_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("train", ["some/path", "[some/path]"])
 def test_a_shorthand_can_be_overridden_by_index(tmp_path: Path, train: str) -> None:
-    text = SMALL.replace("[{path: text.txt}]", train)
-    recipe, _ = load_text(tmp_path, text, "data.train.0.format=text")
+    recipe, _ = load_text(tmp_path, SMALL.replace("[{path: text.txt}]", train), "data.train.0.format=text")
     assert (recipe.data.train[0].path, recipe.data.train[0].format) == ("some/path", "text")
 
 

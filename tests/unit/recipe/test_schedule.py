@@ -47,8 +47,7 @@ def test_each_decay_by_hand():
     assert rates(7, schedule="constant", **warm) == [0.5, 1, 1, 1, 1, 1, 1, 1]
     # (1 - progress)^2 of the 0.8 above the floor: 0.45, 0.2, 0.05
     assert rates(7, schedule="polynomial", **warm)[2:] == pytest.approx([1, 0.65, 0.4, 0.25, 0.2, 0.2])
-    cubic = rates(7, schedule="polynomial", polynomial_power=3.0, **warm)
-    assert cubic[4] == pytest.approx(0.2 + 0.8 / 8)
+    assert rates(7, schedule="polynomial", polynomial_power=3.0, **warm)[4] == pytest.approx(0.2 + 0.8 / 8)
     # sqrt(2/2), sqrt(2/8); sqrt(2/72) = 1/6 is below the floor
     root = rates(80, schedule="inverse_sqrt", **warm)
     assert (root[0], root[1], root[2], root[8], root[72]) == pytest.approx((0.5, 1, 1, 0.5, 0.2))

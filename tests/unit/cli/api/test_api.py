@@ -32,8 +32,7 @@ def test_importing_needs_no_torch_and_provides_every_name():
 
 def test_no_module_of_the_package_has_the_name_of_a_function():
     """Importing such a module would replace the function."""
-    package = Path(echelon.__file__).parent
-    assert not {path.stem for path in package.iterdir()} & set(echelon.__all__)
+    assert not {path.stem for path in Path(echelon.__file__).parent.iterdir()} & set(echelon.__all__)
     assert set(echelon.__all__) <= set(dir(echelon))
     with pytest.raises(AttributeError, match="'echelon' has no attribute 'trainer'"):
         _ = echelon.trainer

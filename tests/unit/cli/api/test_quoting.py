@@ -140,16 +140,14 @@ def test_an_accepted_quote_is_launched_with_its_machines_plan_and_budget(report,
     assert f"{recipe.launch.nodes} x {recipe.launch.sagemaker.instance_type}" == first.candidate.machines
     assert recipe.budget.max_usd == pytest.approx(first.usd.high, abs=0.01)
     assert recipe.budget.usd_per_hour == first.candidate.forecast.price.usd_per_hour
-    told = read_quote(recipe.launch.env)["quote"]
-    assert told["usd"] == pytest.approx(first.usd.expected, abs=1e-4)
+    assert read_quote(recipe.launch.env)["quote"]["usd"] == pytest.approx(first.usd.expected, abs=1e-4)
     assert recipe.train.micro_batch_size == first.candidate.plan.micro_batch_size
     with pytest.raises(ConfigError, match=f"--accept {len(report.quotes) + 1}: the quotes have the numbers 1 to"):
         report.accepted(len(report.quotes) + 1)
 
 
 def test_a_smaller_budget_of_the_recipe_stays(report):
-    budget = report.recipe.budget.model_copy(update={"max_usd": 0.5})
-    recipe = report.recipe.model_copy(update={"budget": budget})
+    recipe = report.recipe.model_copy(update={"budget": report.recipe.budget.model_copy(update={"max_usd": 0.5})})
     assert "budget.max_usd=0.5" in replace(report, recipe=recipe).accepted(1)
 
 
@@ -166,8 +164,7 @@ def test_order_keeps_the_first_of_two_that_are_equal(report):
 
 
 def test_the_report_is_readable_by_programs(report):
-    plain = json.loads(json.dumps(report.to_dict()))
-    row = plain["quotes"][0]
+    row = json.loads(json.dumps(report.to_dict()))["quotes"][0]
     assert row["number"] == 1 and row["is_best"]
     assert row["low_hours"] < row["hours"] < row["high_hours"]
     assert row["low_usd"] < row["usd"] < row["high_usd"]

@@ -162,8 +162,7 @@ def test_llamafactorys_templates(tmp_path: Path, template: str, text: str) -> No
 
 def test_a_hub_dataset_is_read_as_the_file_says_even_with_a_text_column(tmp_path: Path) -> None:
     """`tatsu-lab/alpaca` also has a column `text`, in which every token would be a target."""
-    recipe = axolotl(tmp_path, {"path": "tatsu-lab/alpaca", "type": "alpaca"})
-    (source,) = recipe.data.train
+    (source,) = axolotl(tmp_path, {"path": "tatsu-lab/alpaca", "type": "alpaca"}).data.train
     assert (source.format, source.split) == ("hub", "train")
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps({**BOTH, "text": "all of it"}) + "\n")

@@ -128,8 +128,7 @@ def write_kubeconfig(path: Path, server: str, token: str = TOKEN, **cluster: Any
 def stub_cluster(kubeconfig: Path) -> Iterator[StubCluster]:
     """Run a fake cluster during the block; yield it with a kubeconfig for it."""
     cluster = StubCluster()
-    handler = type("ClusterHandler", (Handler,), {"cluster": cluster})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("ClusterHandler", (Handler,), {"cluster": cluster}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     cluster.address = f"http://127.0.0.1:{server.server_port}"

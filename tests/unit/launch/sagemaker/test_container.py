@@ -136,8 +136,7 @@ def test_hub_files_are_stored_where_there_is_most_space(base, tmp_path, monkeypa
     room = {base: 20, tmp_path: 500}
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=room[place] * 2**30))
-    given = container.find_variables(found, {}, tmp_path)
-    assert given["HF_HOME"] == f"{tmp_path}/huggingface"
+    assert container.find_variables(found, {}, tmp_path)["HF_HOME"] == f"{tmp_path}/huggingface"
     assert f"container: HF_HOME={tmp_path}/huggingface, 500 GiB free" in caplog.messages
     warm = base / "sagemaker" / "warmpoolcache"
     warm.mkdir(parents=True)

@@ -236,8 +236,7 @@ def test_the_members_of_a_patch_are_those_of_the_api():
 
 def test_a_disabled_profiler_writes_nothing(tmp_path):
     job = make_job(tmp_path, "launch.sagemaker.patch={ProfilerConfig: {DisableProfiler: true}}")
-    request = build_submission(job).request
-    assert request["ProfilerConfig"] == {"DisableProfiler": True}
+    assert build_submission(job).request["ProfilerConfig"] == {"DisableProfiler": True}
 
 
 def test_a_type_with_a_volume_has_a_size_and_a_key(tmp_path):

@@ -58,8 +58,7 @@ def test_parameters_of_systems_manager_are_read_by_arn(vault):
     assert read_secrets({"HF_TOKEN": arn}, None) == {"HF_TOKEN": TOKEN}
     with pytest.raises(LaunchError, match=r"\(ParameterNotFound\).*; correct its ARN"):
         read_secrets({"HF_TOKEN": arn + "x"}, None)
-    section = SageMakerConfig(secrets={"HF_TOKEN": arn})
-    assert section.secrets == {"HF_TOKEN": arn}
+    assert SageMakerConfig(secrets={"HF_TOKEN": arn}).secrets == {"HF_TOKEN": arn}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,7 @@ def test_what_contradicts_a_secret_is_refused_and_the_job_says_what_it_reads(tmp
     lines = SageMakerLauncher().check(make_job(tmp_path, secrets))
     assert any("reads HF_TOKEN from AWS Secrets Manager; launch.sagemaker.role needs" in line for line in lines)
     texts = SageMakerLauncher().render(make_job(tmp_path, secrets))
-    there = yaml.safe_load(texts["container-recipe.yaml"])
-    assert there["launch"]["sagemaker"]["secrets"] == {"HF_TOKEN": NAME}
+    assert yaml.safe_load(texts["container-recipe.yaml"])["launch"]["sagemaker"]["secrets"] == {"HF_TOKEN": NAME}
     assert "HF_TOKEN" not in texts["request.json"]
     with pytest.raises(ConfigError, match=r"HF_TOKEN is both in launch.env and in launch.sagemaker.secrets"):
         SageMakerLauncher().check(make_job(tmp_path, secrets, "launch.env={HF_TOKEN: $X}"))

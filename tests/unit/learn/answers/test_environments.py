@@ -124,8 +124,7 @@ def test_environments_that_wait_do_so_at_the_same_time(own):
 def test_an_environment_that_fails_costs_no_other_answer(own, answer, problem):
     process = own("Broken")
     process.reset(RECORDS, [1, 2, 3])
-    replies = process.step({0: "well", 1: answer, 2: "well"})
-    assert [reply.problem for reply in replies] == [None, problem, None]
+    assert [reply.problem for reply in process.step({0: "well", 1: answer, 2: "well"})] == [None, problem, None]
     assert process.step({0: "again"})[0].said == "well!again"
 
 

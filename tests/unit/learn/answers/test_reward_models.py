@@ -72,8 +72,7 @@ def scores_by_transformers(folder, records, answers):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_rewards_equal_the_scores_of_transformers(tmp_path, family):
     write_scorer(tmp_path, family)
-    model = RewardModel(recipe_with(reward_at(tmp_path)), 0, torch.float32, CPU)
-    found, problem = model.judge(ANSWERS, RECORDS)
+    found, problem = RewardModel(recipe_with(reward_at(tmp_path)), 0, torch.float32, CPU).judge(ANSWERS, RECORDS)
     expected = scores_by_transformers(tmp_path, RECORDS, ANSWERS)
     assert problem is None and found == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.1, "the texts tell apart"

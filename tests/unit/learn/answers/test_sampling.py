@@ -68,8 +68,7 @@ def expected_shares(model, sampling):
 def allowed(logits, sampling):
     """Temperature, then the likeliest top_k, then the fewest of them with a share of top_p (Holtzman et al. 2020)."""
     weights = (logits / sampling.temperature).exp().tolist()
-    order = sorted(range(VOCABULARY), key=lambda token: -weights[token])
-    kept = order[: sampling.top_k or VOCABULARY]
+    kept = sorted(range(VOCABULARY), key=lambda token: -weights[token])[: sampling.top_k or VOCABULARY]
     total, before, nucleus = sum(weights[token] for token in kept), 0.0, []
     for token in kept:
         if before < sampling.top_p:
@@ -106,13 +105,11 @@ def fit(counts, shares):
 )
 def test_answers_follow_the_models_distribution(model, options, max_num_seqs):
     sampling = Sampling(**{"max_tokens": LENGTH, "temperature": 1.0, "top_k": 0, **options})
-    counts = draw(model, sampling, max_num_seqs)
-    assert fit(counts, expected_shares(model, sampling)) > 0.01
+    assert fit(draw(model, sampling, max_num_seqs), expected_shares(model, sampling)) > 0.01
 
 
 def test_another_distribution_is_told_apart(model):
-    sampling = Sampling(max_tokens=LENGTH, temperature=1.0, top_k=0)
-    counts = draw(model, sampling, 200)
+    counts = draw(model, Sampling(max_tokens=LENGTH, temperature=1.0, top_k=0), 200)
     assert fit(counts, expected_shares(model, Sampling(temperature=1.15, top_k=0))) < 1e-5
 
 
@@ -131,8 +128,7 @@ class Recorded(ForwardPasses):
     @override
     def next_token_logits(self, input_ids, places):
         self.shapes.append(tuple(input_ids.shape))
-        logits = self.model(input_ids=input_ids, use_cache=False).logits
-        return logits[torch.arange(len(places)), places].float()
+        return self.model(input_ids=input_ids, use_cache=False).logits[torch.arange(len(places)), places].float()
 
     @override
     def start_cached(self):
@@ -210,8 +206,7 @@ def test_no_batch_has_more_rows_than_said():
     rows = [rows for rows, width in passes.shapes]
     assert max(rows) == 3
     # As many reads as tokens: no row is read after its end, although rows end and join in the middle of others.
-    reads = sum(rows for rows, width in passes.shapes)
-    assert reads <= sum(LENGTHS)
+    assert sum(rows for rows, width in passes.shapes) <= sum(LENGTHS)
     assert len(passes.shapes) < 5 + 20 + 20  # the longest of each three, the longest prompts first
 
 

@@ -216,8 +216,7 @@ def test_a_step_saved_again_never_loses_the_earlier_one(tmp_path, monkeypatch, k
 
 def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
     folder = save(tmp_path)
-    shard = next(folder.glob("*.distcp"))
-    flip_a_byte(shard)
+    flip_a_byte(next(folder.glob("*.distcp")))
     check_files(folder)
     with pytest.raises(CheckpointError, match="changed after it was written"):
         check_files(folder, checksums=True)

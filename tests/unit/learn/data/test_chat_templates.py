@@ -129,8 +129,7 @@ def test_tools_are_rendered_or_refused(tokenizer):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
     record = {"messages": [*TALK[:2], call, {"role": "tool", "content": "2"}, ASSISTANT("Two.")], "tools": tools}
-    found = learned(build(tokenizer, chat_template="chatml"), record)
-    head, talk = found.split("</tool_call><|im_end|>\n", 1)
+    head, talk = learned(build(tokenizer, chat_template="chatml"), record).split("</tool_call><|im_end|>\n", 1)
     assert head.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one")
     assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in head
     assert talk == (

@@ -195,8 +195,7 @@ def test_broken_lines_are_skipped_up_to_a_fraction(tmp_path, workers, caplog):
         lines[index] = b'{"text": "caf\xe9"}'
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join(lines))
-    prepared = prepare(build_spec(tmp_path, path, workers=workers))
-    (record,) = prepared.manifest.streams["train"]
+    (record,) = prepare(build_spec(tmp_path, path, workers=workers)).manifest.streams["train"]
     assert (record.documents, record.num_broken) == (2997, 3)
     assert [place.split(" ")[0] for place in record.broken] == [f"{path}:8", f"{path}:1501", f"{path}:2991"]
     (line,) = (line for line in caplog.messages if "dropped" in line)
@@ -257,8 +256,7 @@ def test_the_choice_of_separator(tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def separator_of(choice: str | None) -> list[int]:
-        spec = build_spec(tmp_path, path, tokenizer=str(tmp_path / "tokenizer"), separator=choice)
-        prepared = prepare(spec)
+        prepared = prepare(build_spec(tmp_path, path, tokenizer=str(tmp_path / "tokenizer"), separator=choice))
         assert prepared.tokenizer.decode(tokens_of(prepared)).startswith("one")
         return [token for token in tokens_of(prepared) if token in (0, 300)]
 

@@ -134,8 +134,7 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
     assert data.train.num_samples == sum(sizes)
     assert data.train.num_tokens == sum(part.num_tokens for part in data.train.parts)
     assert sum(chunk.size for chunk in data.train.iter_tokens()) == data.train.num_tokens
-    order = build_order(recipe, data.train)
-    ids = order.sample_ids(0, 100)
+    ids = build_order(recipe, data.train).sample_ids(0, 100)
     samples = data.train.read_samples(ids)
     inputs, labels = samples.inputs, samples.labels
     words = (b"note ", b"code ", b"chat ")

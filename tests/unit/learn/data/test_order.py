@@ -44,8 +44,7 @@ def test_is_a_bijection_for_every_small_size_and_some_large_ones():
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 65, 1000, 2**31 + 11, 2**40 + 3, 2**62])
 def test_agrees_with_a_scalar_implementation(size):
-    rng = np.random.default_rng(0)
-    indices = rng.integers(0, size, 20)
+    indices = np.random.default_rng(0).integers(0, size, 20)
     for seed, epoch in [(0, 0), (1, 0), (0, 1), (2**63, 5), (-1, 2**40)]:
         expected = [permute_one(int(index), size, seed, epoch) for index in indices]
         assert Permutation(size, (seed, epoch)).apply(indices).tolist() == expected

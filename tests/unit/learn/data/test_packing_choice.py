@@ -59,8 +59,7 @@ def stored_packing(prepared):
 @pytest.mark.parametrize(("family", "packs"), [("phi3", True), ("mamba", False)])
 def test_samples_are_packed_if_the_model_keeps_them_apart(tmp_path, caplog, family, packs):
     caplog.set_level("INFO")
-    prepared = start(write(tmp_path, family))
-    assert stored_packing(prepared) is packs
+    assert stored_packing(start(write(tmp_path, family))) is packs
     notes = [line for line in caplog.messages if line.startswith("packing: none, each sample has a sequence")]
     assert len(notes) == (0 if packs else 1)
     assert all("this mamba model cannot keep" in line for line in notes)

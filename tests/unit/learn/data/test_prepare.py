@@ -65,8 +65,7 @@ def method(prepared: PreparedData) -> str:
 
 
 def held_out_texts(prepared: PreparedData) -> set[str]:
-    joined = bytes(all_tokens(held_out(prepared))).decode()
-    return {text for text in joined.split("document ") if text}
+    return {text for text in bytes(all_tokens(held_out(prepared))).decode().split("document ") if text}
 
 
 def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path, caplog):
@@ -115,8 +114,7 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
     assert method(first) == "hash"
     chosen = {text for text in texts if hash_for_split(text.encode()) / 2**64 < 0.1}
     assert held_out_texts(first) == {text.removeprefix("document ") for text in chosen}
-    everything = sorted(all_tokens(first.train) + all_tokens(held_out(first)))
-    assert everything == sorted("".join(texts).encode())
+    assert sorted(all_tokens(first.train) + all_tokens(held_out(first))) == sorted("".join(texts).encode())
 
     added = write_documents(folder, 200, start=200)
     for index, path in enumerate(sorted(folder.iterdir())):
@@ -246,8 +244,7 @@ def test_files_that_are_not_text_are_skipped_counted_and_named(tmp_path, caplog)
     write_documents(folder, 3)
     for index in range(5):
         (folder / f"bad{index}.txt").write_bytes(b"\xff\xfe")
-    prepared = prepare(build_spec(tmp_path, folder, max_broken_fraction=0.7))
-    (record,) = prepared.manifest.streams["train"]
+    (record,) = prepare(build_spec(tmp_path, folder, max_broken_fraction=0.7)).manifest.streams["train"]
     assert (record.documents, record.num_broken) == (3, 5)
     names = [f"{folder}/bad{index}.txt is not UTF-8 text" for index in range(5)]
     assert list(record.broken) == names

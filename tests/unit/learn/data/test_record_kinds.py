@@ -212,8 +212,7 @@ def test_examples_are_distinguished_by_their_content():
 def test_tokenizers_are_trained_on_the_text_of_examples(tmp_path):
     path = write(tmp_path / "x.jsonl", [{"messages": [*TALK, {"role": "user", "content": "\ud800!"}]}])
     source = Source("data.train.0", str(path))
-    files = list_files(source)
-    entry = CorpusEntry("train", source, files)
+    entry = CorpusEntry("train", source, list_files(source))
     texts = list(TextSample([entry], 1000, Progress("", 1, logging.getLogger()), 1, "assistant").read())
     assert texts == ["user", "Hi ü", "assistant", "Ho", "user", "!"]
     assert list(describe_examples([entry])) == [f"data.train.0: records of format messages in {path}"]

@@ -111,8 +111,7 @@ def test_documents_and_labels_by_hand(tmp_path, caplog):
 
 
 def test_without_packing_each_sample_has_its_own_sequence(tmp_path):
-    path = write_records(tmp_path / "x.jsonl", FOUR)
-    prepared = prepare(build_spec(tmp_path, path, packing=False))
+    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR), packing=False))
     samples = read_all(prepared)
     assert [bytes(row.tolist()).rstrip(b"\0") for row in samples.inputs] == [b"abc", b"qrstu", b"x", b"hijklmno"]
     assert samples.documents is not None and set(samples.documents.flat) == {0, -1}
@@ -165,8 +164,7 @@ def test_a_pair_shares_a_pack_with_chosen_even_and_rejected_odd(tmp_path):
 
 
 def many(count: int, seed: int = 0) -> list[dict]:
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, 60, (count, 2)).tolist()
+    sizes = np.random.default_rng(seed).integers(1, 60, (count, 2)).tolist()
     return pairs(*((f"{number}?" + "a" * prompt, "b" * answer) for number, (prompt, answer) in enumerate(sizes)))
 
 
@@ -185,8 +183,7 @@ def test_every_sample_is_in_one_pack_and_held_out_by_its_content(tmp_path):
     records = many(400)
     texts = {(each["prompt"] + each["completion"]).encode() for each in records}
     path = write_records(tmp_path / "x.jsonl", records)
-    spec = build_spec(tmp_path, path, sequence_len=200, validation_fraction=0.1)
-    prepared = prepare(spec)
+    prepared = prepare(build_spec(tmp_path, path, sequence_len=200, validation_fraction=0.1))
     (held_out,) = prepared.validation
     (described,) = prepared.manifest.validation
     assert described.method == "hash" and 15 < described.documents < 80
@@ -202,8 +199,7 @@ def test_every_sample_is_in_one_pack_and_held_out_by_its_content(tmp_path):
 
 
 def test_copies_and_broken_records_are_removed(tmp_path):
-    records = [*FOUR, FOUR[1], {"prompt": "p", "completion": 5}]
-    path = write_records(tmp_path / "x.jsonl", records)
+    path = write_records(tmp_path / "x.jsonl", [*FOUR, FOUR[1], {"prompt": "p", "completion": 5}])
     prepared = prepare(build_spec(tmp_path, path, deduplicate=True, max_broken_fraction=0.5))
     (record,) = prepared.manifest.streams["train"]
     assert (record.labelled.samples, record.num_duplicates, record.num_broken) == (4, 1, 1)
@@ -215,8 +211,7 @@ def test_a_mixture_weights_packs_without_mixing_their_samples(tmp_path):
     prepared = prepare(build_spec(tmp_path, *paths, sequence_len=150, mixture=True))
     parts = prepared.train.parts
     assert prepared.train.num_samples == sum(part.num_samples for part in parts)
-    ids = np.array([parts[0].num_samples, 0, prepared.train.num_samples - 1])
-    mixed = prepared.train.read_samples(ids)
+    mixed = prepared.train.read_samples(np.array([parts[0].num_samples, 0, prepared.train.num_samples - 1]))
     for row, (part, own) in enumerate([(parts[1], 0), (parts[0], 0), (parts[1], parts[1].num_samples - 1)]):
         alone = part.read_samples(np.array([own]))
         for name in ("inputs", "labels", "documents"):
@@ -442,8 +437,7 @@ def test_samples_are_not_packed_for_a_model_that_mixes_documents(tmp_path, caplo
     prepared = prepare(build_spec(tmp_path, path), find_obstacle=lambda: MIXES)
     assert prepared.train.num_samples == 4 and not prepared.apart and prepared.is_packed is False
     assert f"packing: none, each sample has a sequence of its own, because {MIXES}" in caplog.messages
-    same = prepare(build_spec(tmp_path, path, packing=False))
-    assert same.path == prepared.path
+    assert prepare(build_spec(tmp_path, path, packing=False)).path == prepared.path
     assert prepare(build_spec(tmp_path, path)).is_packed is True
 
 
@@ -459,8 +453,7 @@ def test_packing_that_the_recipe_asks_for_is_refused_for_a_model_that_mixes_docu
 def test_plain_text_is_joined_whatever_the_model_can_do(tmp_path):
     (tmp_path / "x.txt").write_text("to be or not to be")
     spec = build_spec(tmp_path, tmp_path / "x.txt")
-    prepared = prepare(spec, find_obstacle=lambda: pytest.fail("not asked"))
-    assert prepared.is_packed is None
+    assert prepare(spec, find_obstacle=lambda: pytest.fail("not asked")).is_packed is None
     with pytest.raises(ConfigError, match=r"data.document_mask=true: this mamba model .* set data.packing=false"):
         prepare(dataclasses.replace(spec, document_mask=True), find_obstacle=lambda: MIXES)
 

@@ -14,15 +14,7 @@ import numpy as np
 import pytest
 
 from echelon.ground.errors import DataError
-from echelon.learn.data.catalog import (
-    FORMAT_VERSION,
-    Manifest,
-    SourceRecord,
-    Split,
-    check_shards,
-    load_manifest,
-    save_manifest,
-)
+from echelon.learn.data import catalog
 from echelon.learn.data.shards import BLOCK_BYTES, ShardRecord, ShardWriter, TokenDataset, TokenStore, unigram_entropy
 
 
@@ -38,10 +30,10 @@ def build_store(folder: Path, tokens: np.ndarray, max_tokens: int, dtype: str = 
     return TokenStore(folder, records, dtype)
 
 
-def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
+def build_manifest(shards: tuple[ShardRecord, ...]) -> catalog.Manifest:
     num_tokens = sum(shard.tokens for shard in shards)
-    return Manifest(
-        format_version=FORMAT_VERSION,
+    return catalog.Manifest(
+        format_version=catalog.FORMAT_VERSION,
         dtype="uint16",
         tokenizer_fingerprint="f" * 32,
         vocab_size=300,
@@ -49,9 +41,11 @@ def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
         stops=(),
         samples=None,
         streams={
-            "train": (SourceRecord("data.train[0]", "x.txt", "x.txt", 1, num_tokens, 99, shards, 1, ("bad.txt",)),)
+            "train": (
+                catalog.SourceRecord("data.train[0]", "x.txt", "x.txt", 1, num_tokens, 99, shards, 1, ("bad.txt",)),
+            )
         },
-        train=(Split("train", "train", 0, num_tokens),),
+        train=(catalog.Split("train", "train", 0, num_tokens),),
         validation=(),
     )
 
@@ -139,9 +133,9 @@ def test_unigram_entropy(tmp_path):
 
 def test_the_manifest_round_trips(tmp_path):
     manifest = build_manifest(write(tmp_path, np.arange(100), 40))
-    save_manifest(tmp_path, manifest)
-    assert load_manifest(tmp_path) == manifest
-    check_shards(tmp_path, manifest, verify=True)
+    catalog.save_manifest(tmp_path, manifest)
+    assert catalog.load_manifest(tmp_path) == manifest
+    catalog.check_shards(tmp_path, manifest, verify=True)
 
 
 def test_a_truncated_grown_missing_or_altered_shard_is_refused(tmp_path):
@@ -151,21 +145,21 @@ def test_a_truncated_grown_missing_or_altered_shard_is_refused(tmp_path):
     for damaged in (content[:-1], content + b"\0", b""):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=f"00001.bin has {len(damaged)} bytes, but the manifest lists 80"):
-            check_shards(tmp_path, manifest)
+            catalog.check_shards(tmp_path, manifest)
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    check_shards(tmp_path, manifest)
+    catalog.check_shards(tmp_path, manifest)
     with pytest.raises(DataError, match="was altered"):
-        check_shards(tmp_path, manifest, verify=True)
+        catalog.check_shards(tmp_path, manifest, verify=True)
     path.unlink()
     with pytest.raises(DataError, match="is missing"):
-        check_shards(tmp_path, manifest)
+        catalog.check_shards(tmp_path, manifest)
 
 
 def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no prepared data"):
-        load_manifest(tmp_path)
+        catalog.load_manifest(tmp_path)
     manifest = build_manifest(write(tmp_path, np.arange(100), 40))
-    save_manifest(tmp_path, manifest)
+    catalog.save_manifest(tmp_path, manifest)
     path = tmp_path / "manifest.json"
     whole = path.read_text()
     content = json.loads(whole)
@@ -173,7 +167,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
     def refuse(text: str, match: str) -> None:
         path.write_text(text)
         with pytest.raises(DataError, match=match):
-            load_manifest(tmp_path)
+            catalog.load_manifest(tmp_path)
 
     def refuse_signed(match: str, **changes: object) -> None:
         """Refuse a manifest with a valid checksum, as an attacker who knows the format would write it."""
@@ -185,7 +179,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
         refuse(text, "damaged")
     refuse(json.dumps({**content, "format_version": 1}), "has format version 1, but this version of echelon reads 7")
     refuse(whole.replace('"stop": 100', '"stop": 99'), "it changed after it was written")
-    for field in dataclasses.fields(Manifest):
+    for field in dataclasses.fields(catalog.Manifest):
         refuse_signed("damaged", **{field.name: "absent"})
     refuse_signed("damaged", dtype="float32")
     refuse_signed("a split extends beyond", train=[{**content["train"][0], "stop": 101}])

@@ -64,8 +64,7 @@ def test_a_glob_takes_any_suffix(tmp_path):
 
 
 def test_the_standard_library_is_python_source():
-    files = list_files(source(PYTHON_STDLIB))
-    names = [file.name for file in files]
+    names = [file.name for file in list_files(source(PYTHON_STDLIB))]
     assert "json/decoder.py" in names
     assert names == sorted(names)
     assert not [name for name in names if "/test/" in f"/{name}"]

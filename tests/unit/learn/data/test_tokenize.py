@@ -57,8 +57,7 @@ def test_any_number_of_processes_gives_the_tokens_of_the_whole_documents(folder)
 
 
 def test_a_large_vocabulary_takes_four_bytes():
-    task = Task(0, ())
-    assert next(tokenize_tasks([task], BYTES, 1))[1].found == []
+    assert next(tokenize_tasks([Task(0, ())], BYTES, 1))[1].found == []
     encoding = Encoding("", None, 65536, 65537)
     path = Path(__file__)
     file = list_files(Source("data.train[0]", str(path)))[0]

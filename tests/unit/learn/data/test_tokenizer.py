@@ -42,8 +42,7 @@ def test_bytes_has_the_ids_of_utf8(tmp_path):
 
 
 def test_bytes_that_are_not_utf8_also_have_ids():
-    vocabulary = build_bytes_tokenizer().get_vocab()
-    assert sorted(vocabulary.values()) == list(range(256))
+    assert sorted(build_bytes_tokenizer().get_vocab().values()) == list(range(256))
 
 
 def test_training_is_deterministic_and_round_trips(tmp_path):

@@ -349,8 +349,7 @@ def test_modules_trained_in_full_equal_peft():
 
 
 def test_modules_trained_in_full_are_not_quantized():
-    config = load_config(small_config("llama"))
-    model = build_on_meta(config)
+    model = build_on_meta(load_config(small_config("llama")))
     apply_adapter(model, AdapterConfig(method="qlora", r=4, modules_to_save=("down_proj", "lm_head")))
     assert (
         type(model.model.layers[1].mlp.down_proj) is nn.Linear
@@ -361,8 +360,7 @@ def test_modules_trained_in_full_are_not_quantized():
 
 
 def test_new_tokens_need_no_adapter_where_all_rows_are_trained():
-    config = load_config(small_config("llama"))
-    model = build_on_meta(config)
+    model = build_on_meta(load_config(small_config("llama")))
     apply_adapter(model, AdapterConfig(method="lora", r=4, modules_to_save=("embed_tokens",)), [254, 255])
     rows = [name for name in trained(model) if "trainable_tokens_delta" in name]
     assert rows == ["lm_head.token_adapter.trainable_tokens_delta.default"]

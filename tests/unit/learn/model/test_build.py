@@ -41,8 +41,7 @@ def test_the_end_of_a_text_is_trained_and_does_not_overflow(tokenizer):
 
 
 def test_another_token_pads(tokenizer):
-    pad = resolve(tokenizer, eos_token_id=5).pad_token_id
-    assert pad == tokenizer.pad_token_id
+    assert resolve(tokenizer, eos_token_id=5).pad_token_id == tokenizer.pad_token_id
     assert build_on_meta(resolve(tokenizer, pad_token_id=7)).get_input_embeddings().padding_idx == 7
 
 

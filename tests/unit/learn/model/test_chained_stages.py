@@ -106,8 +106,7 @@ def test_router_losses_of_all_stages_add_up(family):
     weights = CausalLM().token_weights(make_batch())
 
     def router_sum(outputs, batch):
-        hidden = outputs.hidden
-        return hidden, outputs.router_loss_sum(weights)
+        return outputs.hidden, outputs.router_loss_sum(weights)
 
     def tapped(part):
         layers, tap = stages.own_layers(part), RouterTap(part, loss.routers)

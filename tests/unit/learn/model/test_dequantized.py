@@ -27,8 +27,7 @@ FAMILY = {"mxfp4": "gpt_oss", "fp8": "qwen3", "int4-group": "deepseek_v3"}
 def save_model(folder, family):
     torch.manual_seed(0)
     fields = {"q_lora_rank": 32, "kv_lora_rank": 32} if family == "deepseek_v3" else {}
-    config = load_config(small_config(family, **fields))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(load_config(small_config(family, **fields))).save_pretrained(folder)
 
 
 @pytest.fixture(params=CASES)

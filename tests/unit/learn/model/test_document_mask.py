@@ -46,8 +46,7 @@ LENGTH = 32
 
 def packed(seed=0, changed=None):
     """Two sequences of three documents and padding, optionally with other tokens in one document (row, number)."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 256, (2, LENGTH), generator=generator)
+    tokens = torch.randint(1, 256, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     documents = torch.full((2, LENGTH), -1, dtype=torch.int32)
     labels = torch.full((2, LENGTH), -100)
     for row, lengths in enumerate(LENGTHS):
@@ -177,8 +176,7 @@ def test_flash_attention_receives_the_document_starts():
 
 
 def test_the_attention_is_printed():
-    gemma2 = load_config(small_config("gemma2"))
-    assert choose_attention(gemma2, None) == "eager"
+    assert choose_attention(load_config(small_config("gemma2")), None) == "eager"
     assert "; eager, with a mask" in describe_document_mask("eager", "by_layer")
     assert "; sdpa, with a mask" in describe_document_mask(PLAIN_CAUSAL, "full")
     assert "; flash_attention_2, with the start of each document" in describe_document_mask(

@@ -195,8 +195,7 @@ def test_a_field_that_only_the_model_reads_is_known():
 
 def test_memory_of_adapted_experts_by_hand():
     """Beside the estimate without them: the sums of all layers, kept for backward, and the gradient of the largest."""
-    config = small_config("mixtral")
-    shape = build_shape(config)
+    shape = build_shape(small_config("mixtral"))
     gate_up, down = 4 * 256 * 64, 4 * 64 * 128
     estimates = []
     for names in ((), "experts"):

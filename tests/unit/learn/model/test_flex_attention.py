@@ -95,8 +95,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(differentiable, monke
         return original(*inputs, **(options | changes))
 
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", faulty)
-    error = find_error(flex_attention.run_flex, CPU, torch.float32, 16, flex_attention.attend_capped)
-    assert error > TOLERANCE
+    assert find_error(flex_attention.run_flex, CPU, torch.float32, 16, flex_attention.attend_capped) > TOLERANCE
 
 
 def test_only_gpus_are_asked():

@@ -171,8 +171,7 @@ def test_a_preference_pair_counts_once():
     places, position_ids = np.zeros(1, np.int64), torch.from_numpy(positions_in_documents(documents.numpy()))
     batch = Microbatch(inputs, labels, places, places, documents, position_ids, documents >= 0)
     weights = DPO(0.1).token_weights(batch)
-    sequences = number_sequences(documents >= 0, weights, documents)
-    assert sequences.weights[:4].tolist() == [0.75, 0.25, 0.0, 0.0]
+    assert number_sequences(documents >= 0, weights, documents).weights[:4].tolist() == [0.75, 0.25, 0.0, 0.0]
     assert weights.sum() == DPO(0.1).count(batch) == 1
 
 

@@ -131,8 +131,7 @@ def test_the_arithmetic_of_any_heads_is_read_from_the_config():
 def test_a_factor_that_follows_from_the_width_is_noticed():
     """In the narrow copy, which is 512 wide, the factor is 1; the other copy is twice as wide."""
     large = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
-    model = of_class(ScaledByWidth, **large)
-    found = find_traits(model)
+    found = find_traits(of_class(ScaledByWidth, **large))
     assert found.arithmetic is None and found.mask == "full"
     assert find_traits(of_class(modeling_llama.LlamaForCausalLM, **large)).arithmetic == HeadArithmetic()
 

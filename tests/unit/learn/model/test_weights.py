@@ -71,8 +71,7 @@ def load(folder):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma"])
 def test_a_saved_model_loads_as_in_transformers(family, tied, tmp_path):
-    saved = small_model(family, tied, seed=5)
-    saved.save_pretrained(tmp_path, max_shard_size="100KB")
+    small_model(family, tied, seed=5).save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     model = load(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -85,8 +84,7 @@ def test_names_without_the_backbones_prefix_are_found(tmp_path):
     bare = {name.removeprefix("transformer."): value.detach().clone() for name, value in saved.named_parameters()}
     saved.config.save_pretrained(tmp_path)
     save_file(bare, tmp_path / "model.safetensors")
-    model = load(tmp_path)
-    assert torch.equal(model.transformer.wte.weight, saved.transformer.wte.weight)
+    assert torch.equal(load(tmp_path).transformer.wte.weight, saved.transformer.wte.weight)
 
 
 def test_files_of_another_model_are_refused(tmp_path):

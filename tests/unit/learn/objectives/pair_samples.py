@@ -37,8 +37,7 @@ def answer_score(model, batch, row, document):
     """The reference: log p(answer | prompt) of a single answer, from the model's logits."""
     tokens = batch.input_ids[row][batch.documents[row] == document]
     logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-    scores = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    return scores[PROMPT - 1 :].sum()
+    return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0][PROMPT - 1 :].sum()
 
 
 def module_of(model, reference):

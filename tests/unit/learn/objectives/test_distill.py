@@ -40,8 +40,7 @@ FORMULAS = {
 
 def logits_at_labels(model, batch):
     """The logits of a plain model at every labelled token, [tokens, vocabulary]."""
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits.float()
-    return logits[batch.labels != -100]
+    return model(input_ids=batch.input_ids, use_cache=False).logits.float()[batch.labels != -100]
 
 
 def build_teacher(family="llama"):

@@ -14,8 +14,7 @@ from tests.unit.learn.objectives.answer_samples import ADVANTAGES, LENGTHS, PROM
 
 def scores_of(model, batch, row, temperature):
     """The log-probability of each token of an answer, from the model's logits."""
-    length = LENGTHS[row]
-    tokens = batch.input_ids[row, : PROMPT + length]
+    tokens = batch.input_ids[row, : PROMPT + LENGTHS[row]]
     logits = model(input_ids=tokens[None], use_cache=False).logits[0].float() / temperature
     return torch.log_softmax(logits, -1)[PROMPT - 1 : -1].gather(1, tokens[PROMPT:, None])[:, 0]
 

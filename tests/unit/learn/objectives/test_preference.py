@@ -106,8 +106,7 @@ def test_evaluation_reports_rewards():
         sums = module_of(model, reference)(batch, objective.evaluation_sums)
         margins = margins_by_hand(model, reference, batch)
     assert 0 < int((margins > 0).sum()) < 3, "an accuracy that says something"
-    known = [*count_labels(objective, batch).tolist(), *sums.tolist()]
-    result = build_result(objective, known, None)
+    result = build_result(objective, [*count_labels(objective, batch).tolist(), *sums.tolist()], None)
     assert result.row() == {
         "loss": pytest.approx(-torch.sigmoid(0.5 * margins).log().mean().item(), rel=1e-5),
         "perplexity": None,
@@ -118,8 +117,7 @@ def test_evaluation_reports_rewards():
         "reward_accuracy": pytest.approx((margins > 0).float().mean().item()),
         "reward_margin": pytest.approx(0.5 * margins.mean().item(), rel=1e-4, abs=1e-6),
     }
-    other = build_result(objective, [1.0, 9.0, 4.0, 0.0, -2.0], None)
-    whole = EvalResults({"one": result, "two": other}).whole
+    whole = EvalResults({"one": result, "two": build_result(objective, [1.0, 9.0, 4.0, 0.0, -2.0], None)}).whole
     assert whole.row()["pairs"] == 4 and whole.loss == pytest.approx((3 * result.loss + 4.0) / 4)
     assert whole.measures["reward_margin"] == pytest.approx((3 * result.measures["reward_margin"] - 2.0) / 4)
 

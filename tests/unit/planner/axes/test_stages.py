@@ -242,7 +242,6 @@ def test_the_loads_of_all_stages_are_the_model_and_a_tied_head_twice():
 def test_a_stage_needs_the_memory_of_its_layers():
     """fp32 AdamW on one process of four: 8 bytes of moments, 4 of weights and of gradients, per parameter."""
     shape = shape_of(8, vocab_size=8192)
-    plan = resolve_plan(build_recipe({"pp": 2, "stages": [4, 4]}), shape, cpus(2))
-    needs = estimate_memory(shape, plan, "cpu")
+    needs = estimate_memory(shape, resolve_plan(build_recipe({"pp": 2, "stages": [4, 4]}), shape, cpus(2)), "cpu")
     last = 4 * 36_992 + 64 + 8192 * 64
     assert needs.optimizer == 8 * last

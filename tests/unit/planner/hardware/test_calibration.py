@@ -17,14 +17,8 @@ from echelon.ground.errors import ConfigError
 from echelon.planner.axes.axis import find_group
 from echelon.planner.calibration import fit_calibration
 from echelon.planner.choose import resolve_plan
+from echelon.planner.hardware import calibration_store
 from echelon.planner.hardware.accelerators import parse_devices
-from echelon.planner.hardware.calibration_store import (
-    Calibration,
-    calibration_path,
-    describe_machine,
-    find_calibration,
-    store_calibration,
-)
 from echelon.planner.hardware.detection import calibrated_cluster, detect_cluster, use_calibration
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.rates import expect_wait
@@ -32,8 +26,8 @@ from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe.load import load_recipe
 
-CALIBRATION = Calibration(
-    machine=describe_machine() | {"gpus": ""}, date="2026-01-02", device="cpu", num_devices=2,
+CALIBRATION = calibration_store.Calibration(
+    machine=calibration_store.describe_machine() | {"gpus": ""}, date="2026-01-02", device="cpu", num_devices=2,
     product_flops={"float32": 80e9, "bfloat16": 4e9}, small_dim=0.0, attention_flops=25e9, attention_backward=0.9,
     stream_bandwidth=16e9, pointwise_bandwidth=8e9, logit_seconds=3e-9, launch_seconds=1.5e-3, latency=150e-6,
     bandwidth=2e9,
@@ -141,15 +135,15 @@ def test_the_constants_of_a_machine_are_found_again_in_its_times():
 
 
 def test_it_is_found_again_on_this_machine_with_these_versions_only(cache, monkeypatch):
-    assert find_calibration(cache) is None
-    path = store_calibration(cache, CALIBRATION)
-    assert find_calibration(cache) == CALIBRATION
+    assert calibration_store.find_calibration(cache) is None
+    path = calibration_store.store_calibration(cache, CALIBRATION)
+    assert calibration_store.find_calibration(cache) == CALIBRATION
     monkeypatch.setattr("echelon.planner.hardware.calibration_store._find_version", lambda package: "another")
-    assert find_calibration(cache) is None
+    assert calibration_store.find_calibration(cache) is None
     monkeypatch.undo()
     path.write_text(path.read_text()[:-20])
-    assert find_calibration(cache) is None
-    assert calibration_path(cache) == path
+    assert calibration_store.find_calibration(cache) is None
+    assert calibration_store.calibration_path(cache) == path
 
 
 def test_processes_that_share_cores_share_their_rates_and_links():
@@ -253,7 +247,7 @@ def test_processes_that_wait_in_a_pipeline_leave_their_cores_to_others():
 
 
 def test_a_plan_says_that_it_uses_the_calibration_and_imports_no_torch(cache, recipe):
-    store_calibration(cache, CALIBRATION)
+    calibration_store.store_calibration(cache, CALIBRATION)
     program = (
         "import sys; from echelon.cli.api.planning import plan; "
         "found = [str(plan(sys.argv[1], each)) for each in (None, '2xcpu')]; "
@@ -266,11 +260,11 @@ def test_a_plan_says_that_it_uses_the_calibration_and_imports_no_torch(cache, re
 
 
 def test_a_cluster_of_other_devices_is_not_calibrated(cache):
-    store_calibration(cache, CALIBRATION)
+    calibration_store.store_calibration(cache, CALIBRATION)
     assert detect_cluster(2).calibration == CALIBRATION
     assert use_calibration(parse_devices("8xH100")).calibration is None
     gpus = replace(CALIBRATION, device="NVIDIA H100 80GB HBM3", num_devices=8)
-    store_calibration(cache, gpus)
+    calibration_store.store_calibration(cache, gpus)
     found = use_calibration(parse_devices("16xH100"))
     assert found.calibration == gpus and found.known_links.inside.bandwidth == 2e9
     assert use_calibration(parse_devices("16xH100@nvlink,efa")).known_links.inside.name == "nvlink4"
@@ -338,7 +332,7 @@ def test_this_machine_is_calibrated_and_the_next_plan_uses_it(cache, recipe, cap
     shown = capsys.readouterr().out
     assert "matrix products in float32" in shown and "gathering sharded layers" in shown
     assert "rates: measured on this machine" in shown
-    found = find_calibration(cache)
+    found = calibration_store.find_calibration(cache)
     assert found is not None
     # The best product of this process, in the same units: within a factor of two under any load.
     import torch

@@ -41,8 +41,7 @@ def test_the_plan_is_for_the_smallest_figures_of_all_types(tmp_path):
 
 def test_what_one_type_lacks_all_do_without(tmp_path):
     """Of V100-32 and A10G, the one with more memory has no bf16; of p4d and p3dn, one has no RDMA."""
-    mixed = find_machines(load(tmp_path, "ml.p3dn.24xlarge", "ml.g5.48xlarge").launch).weakest
-    cluster = cluster_of(mixed, 2)
+    cluster = cluster_of(find_machines(load(tmp_path, "ml.p3dn.24xlarge", "ml.g5.48xlarge").launch).weakest, 2)
     assert cluster.accelerator.memory_bytes == 24 * 10**9 and not cluster.has_bf16
     efa = find_machines(load(tmp_path, "ml.p4d.24xlarge", "ml.p3dn.24xlarge").launch).weakest
     assert efa_environment(efa) == {"FI_PROVIDER": "efa"}
@@ -123,10 +122,8 @@ def test_the_planning_process_knows_the_other_types(tmp_path):
         limited.accelerator, memory_bytes=23_000_000_000
     )
     assert limit_to_weakest(detected, recipe, {}) is detected  # a laptop
-    one_type = load_text(tmp_path, RECIPE)[0]
-    assert limit_to_weakest(detected, one_type, inside) is detected
-    turing = load(tmp_path, "ml.g4dn.xlarge", "ml.g6e.xlarge")
-    assert not limit_to_weakest(detected, turing, inside).has_bf16
+    assert limit_to_weakest(detected, load_text(tmp_path, RECIPE)[0], inside) is detected
+    assert not limit_to_weakest(detected, load(tmp_path, "ml.g4dn.xlarge", "ml.g6e.xlarge"), inside).has_bf16
     cpus = load(tmp_path, "ml.m5.xlarge", "ml.c5.xlarge")
     here = replace(parse_devices("4xcpu"), devices_per_node=2)
     here = replace(here, accelerator=replace(here.accelerator, memory_bytes=10**12, bf16_flops=1.0, fp32_flops=2.0))

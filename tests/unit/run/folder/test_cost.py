@@ -249,8 +249,7 @@ def test_the_console_and_the_rows_show_the_cost(folder, clock, monkeypatch, capl
 
 
 def test_the_thread_requests_the_stop_and_writes_the_spending(folder):
-    recipe = load("budget.max_hours=0.0000001")
-    meter, stop = CostMeter(recipe, folder, None, 1), StopRequest()
+    meter, stop = CostMeter(load("budget.max_hours=0.0000001"), folder, None, 1), StopRequest()
     meter.watch(stop, lambda: None)
     deadline = time.monotonic() + 60
     while stop.limit is None and time.monotonic() < deadline:

@@ -126,8 +126,7 @@ def test_the_memory_is_an_event_and_a_table(tmp_path):
     assert journal.memory_lines == []
     mib = 2**20
     planned = MemoryParts(mib, mib, 2 * mib, 30 * mib, 6 * mib, 0, mib)
-    measured = MemoryParts(mib, mib, 2 * mib, 33, 0, 512, 1000)
-    journal.memory(4, planned, measured)
+    journal.memory(4, planned, MemoryParts(mib, mib, 2 * mib, 33, 0, 512, 1000))
     journal.close()
     assert journal.memory_lines == [
         "tensors of one process     planned    measured",

@@ -50,8 +50,7 @@ def assert_refused(ending, *words):
 def write_texts(folder):
     """Four lines, of which the tokenizer fails on the third."""
     path = folder / "texts.jsonl"
-    texts = ["A B C", "D E F", "a" * 60, "G H I"]
-    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ["A B C", "D E F", "a" * 60, "G H I"]))
     return path
 
 

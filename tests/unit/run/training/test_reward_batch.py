@@ -32,8 +32,7 @@ def test_the_lengths_of_answers_that_ended_are_those_of_all_ranks(monkeypatch):
     found = reward_loop.measure_ended(learner, rollouts)
     assert found == {"ended_tokens": 3.0, "ended_tokens_min": 1.0, "ended_tokens_max": 5.0}
     others[:] = []
-    none = reward_loop.measure_ended(learner, replace(rollouts, ended=[False] * 3))
-    assert all(map(math.isnan, none.values()))
+    assert all(map(math.isnan, reward_loop.measure_ended(learner, replace(rollouts, ended=[False] * 3)).values()))
 
 
 def batch_of(folder, rewards, *settings, length=2):
@@ -44,8 +43,7 @@ def batch_of(folder, rewards, *settings, length=2):
     scores = [torch.full((length,), -1.0)] * 6
     place = BatchPlace(6)
     answers = [[5] * length] * 6
-    rollouts = Rollouts([[3, 4]] * 6, answers, scores, scores, ENDED, place, 6)
-    drawn = Drawn(0, [], rollouts, scores)
+    drawn = Drawn(0, [], Rollouts([[3, 4]] * 6, answers, scores, scores, ENDED, place, 6), scores)
     [batch] = build_batch(recipe, drawn, Rewarded([""] * 6, rewards, {}, ())).microbatches
     return (batch.labels != NO_LABEL).any(1).tolist(), batch.extra["advantages"]
 

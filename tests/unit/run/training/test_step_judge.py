@@ -64,8 +64,7 @@ def test_spikes_by_hand():
     judge = StepJudge(FaultConfig(on_bad_step="skip", max_bad_steps=9, spike_factor=4.0, spike_window=3), CPU)
     norms = [1.0, 100.0, 2.0, 8.0, 9.0, 33.0, 36.0]
     # medians: of 1 100 2: 2, so 8 is not above; of 100 2 8: 8; of 2 8 9: 8, so 33 is; of the same again: so is 36
-    expected = [GOOD, GOOD, GOOD, GOOD, GOOD, (False, True, 1), (False, True, 2)]
-    assert judge_all(judge, norms) == expected
+    assert judge_all(judge, norms) == [GOOD, GOOD, GOOD, GOOD, GOOD, (False, True, 1), (False, True, 2)]
     assert judge.state_dict() == {"in_a_row": 2, "norms": [2.0, 8.0, 9.0]}
 
 

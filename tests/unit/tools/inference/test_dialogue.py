@@ -109,8 +109,7 @@ def test_a_long_message_gets_a_short_answer_or_is_refused(folder):
     ids = AutoTokenizer.from_pretrained(folder).apply_chat_template([user("a")], add_generation_prompt=True)[
         "input_ids"
     ]
-    answer = dialogue.ask("a")
-    assert answer.text == answer_of(folder, [user("a")], POSITIONS - len(ids))
+    assert dialogue.ask("a").text == answer_of(folder, [user("a")], POSITIONS - len(ids))
     before = dialogue.turns
     with pytest.raises(ConfigError, match=rf"the message has \d+ tokens .* {POSITIONS} positions; send a shorter one"):
         dialogue.ask("a z" * POSITIONS)

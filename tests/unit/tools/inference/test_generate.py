@@ -83,8 +83,7 @@ def test_a_stream_has_whole_characters_and_the_same_text(folder):
 
 def test_a_stream_delays_partial_characters_and_partial_stop_strings():
     pieces = []
-    decode = build_bytes_tokenizer().decode
-    stream = TextStream(decode, ("\n\n", "END"), pieces.append)
+    stream = TextStream(build_bytes_tokenizer().decode, ("\n\n", "END"), pieces.append)
     for byte in "é👍\nE!\nEND more".encode():
         stream.put(byte)
     stream.end()
@@ -94,8 +93,7 @@ def test_a_stream_delays_partial_characters_and_partial_stop_strings():
 def test_a_stop_string_ends_only_its_own_sample(folder):
     whole = texts(folder, PROMPTS, max_tokens=30)
     stop = next(each for each in whole[0][len(PROMPTS[0]) + 2 :] if each.isascii())
-    sampling = Sampling(max_tokens=30, temperature=0.0, stop=(stop,))
-    samples = list(generate_samples(folder, PROMPTS, sampling))
+    samples = list(generate_samples(folder, PROMPTS, Sampling(max_tokens=30, temperature=0.0, stop=(stop,))))
     assert samples[0].ended_by == "stop"
     for sample, prompt, text in zip(samples, PROMPTS, whole, strict=True):
         continuation = text[len(prompt) :]
@@ -104,8 +102,7 @@ def test_a_stop_string_ends_only_its_own_sample(folder):
 
 
 def test_samples_follow_the_softmax_of_the_allowed_tokens():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
-    rows = logits.repeat(20000, 1)
+    rows = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0]).repeat(20000, 1)
     sampling = Sampling(temperature=0.5, top_k=4, top_p=0.99)
     generators = [torch.Generator().manual_seed(seed) for seed in range(20000)]
     draws = draw_tokens(build_processors(sampling)(torch.zeros(20000, 1, dtype=torch.long), rows), generators)

@@ -386,8 +386,7 @@ def test_a_loop_has_its_metrics_and_a_loss_of_its_own(tmp_path):
 
 def test_the_keys_that_are_not_metrics_of_a_loop_are_those_of_a_row():
     fields = dict.fromkeys((field.name for field in dataclasses.fields(StepMetrics)), 1.0)
-    row = train_row(StepMetrics(**fields | {"gpu": None, "own_seconds": [], "further": {}}))
-    assert row.keys() == ROW_KEYS
+    assert train_row(StepMetrics(**fields | {"gpu": None, "own_seconds": [], "further": {}})).keys() == ROW_KEYS
 
 
 def test_a_smoothed_line_is_the_median_around_each_point_and_of_many_around_some():

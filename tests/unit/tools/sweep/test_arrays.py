@@ -92,8 +92,7 @@ def test_a_sweep_as_one_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ALL
     assert sum(" is submitted as 00" in line for line in lines) == 6
     assert [each["state"] for each in results["trials"]] == ["done"] * 4 + ["failed"] * 2
-    best = results["trials"][0]
-    assert best["parameters"] == {"optim.learning_rate": 1e-3, "optim.weight_decay": 0.0}
+    assert results["trials"][0]["parameters"] == {"optim.learning_rate": 1e-3, "optim.weight_decay": 0.0}
     assert values_of(results) == values_of(run(here, monkeypatch, StubLauncher(), name="single")[1])
     assert render_first_array(check_sweep(Path("sweep.yaml"))) == {}
     monkeypatch.setattr(session, "find_launcher", lambda target: launcher)

@@ -41,8 +41,7 @@ def test_a_sweep_to_its_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
     rows = list(csv.DictReader(Path("sweeps/lr/results.csv").read_text().splitlines()))
     assert [row["eval_loss"] for row in rows] == [str(each["value"]) for each in results["trials"]]
     assert json.loads(Path("sweeps/lr/results.json").read_text()) == results
-    again = run(here, monkeypatch, launcher)
-    assert again[:2] == (ending, results) and len(launcher.submitted) == 6
+    assert run(here, monkeypatch, launcher)[:2] == (ending, results) and len(launcher.submitted) == 6
 
 
 @pytest.mark.parametrize("kill_at", [1, 4])
@@ -77,8 +76,7 @@ def test_a_partially_recorded_trial_gets_the_same_values(
     _, expected, _ = run(here, monkeypatch, StubLauncher())
     journal = Path("sweeps/lr/journal.log")
     lines = journal.read_bytes().splitlines(keepends=True)
-    last = max(index for index, line in enumerate(lines) if cut in line)
-    journal.write_bytes(b"".join(lines[:last]) + torn)
+    journal.write_bytes(b"".join(lines[: max(index for index, line in enumerate(lines) if cut in line)]) + torn)
     Path("sweeps/lr/journal.log.lock").touch()
     for left in (5, 4):
         for job in Path("sweeps/lr/jobs").glob(f"{left:03d}-*"):

@@ -45,8 +45,7 @@ def write(path: Path, table: pa.Table, form: str) -> bytes:
 
 
 def read(path: Path) -> list[object]:
-    files = list_files(Source("data.train.0", str(path)))
-    spans = (span for file in files for span in cut_file(file, 1000))
+    spans = (span for file in list_files(Source("data.train.0", str(path))) for span in cut_file(file, 1000))
     records = [record for span in spans for record in read_records(span, Reading())]
     return [record.problem if isinstance(record, Broken) else record.content for record in records]
 

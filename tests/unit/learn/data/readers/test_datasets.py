@@ -38,8 +38,7 @@ def configure(folder: Path, **config: object) -> None:
 
 
 def read(path: Path, format: str = "hub") -> list[str]:
-    files = list_files(Source("data.train.0", str(path), format))
-    spans = (span for file in files for span in cut_file(file))
+    spans = (span for file in list_files(Source("data.train.0", str(path), format)) for span in cut_file(file))
     return [record.content.decode() for span in spans for record in read_records(span, Reading())]
 
 

@@ -53,8 +53,7 @@ def compress(path: Path, suffix: str) -> Path:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_compressed_lines_and_text_round_trip(tmp_path, suffix):
-    lines = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS])
-    assert read(compress(lines, suffix)) == TEXTS
+    assert read(compress(write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS]), suffix)) == TEXTS
     path = tmp_path / "long.txt"
     path.write_text("\n".join(TEXTS) * 60)
     file = list_files(Source("k", str(compress(path, suffix))))[0]
@@ -199,8 +198,7 @@ def test_columns_of_text_and_of_ids(tmp_path, kind):
 @pytest.mark.parametrize("kind", COLUMN_KINDS)
 def test_spans_of_columns_can_be_read_in_any_order(tmp_path, kind):
     suffix = "parquet" if kind == "parquet" else "arrow"
-    path = write_arrow(tmp_path / f"x.{suffix}", pa.table({"text": TEXTS}), kind)
-    (file,) = list_files(Source("k", str(path)))
+    (file,) = list_files(Source("k", str(write_arrow(tmp_path / f"x.{suffix}", pa.table({"text": TEXTS}), kind))))
     spans = list(cut_file(file, 2000))
     assert len(spans) > 10
     assert sum(span.stop - span.start for span in spans) == 300

@@ -79,8 +79,7 @@ class Answer(BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setattr(addresses, "RETRY_DELAYS_SECONDS", (0.0, 0.0))
     server = Objects()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()

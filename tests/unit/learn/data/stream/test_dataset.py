@@ -53,8 +53,7 @@ def load(tmp_path, monkeypatch):
 
 def read_batches(recipe, steps=range(40), rank=0, size=1):
     data = prepare_data(recipe).train
-    order = build_order(recipe, data)
-    loader = BatchLoader(data, order, recipe.batches, BatchPlace(16, rank, size))
+    loader = BatchLoader(data, build_order(recipe, data), recipe.batches, BatchPlace(16, rank, size))
     return [loader.batch(step) for step in steps]
 
 
@@ -70,8 +69,7 @@ def test_batches_are_those_of_text_that_was_prepared_before(load, tmp_path, over
         whole = prepare_data(load("tokenizer={train: {vocab_size: 300}}"))
         whole.tokenizer.save_pretrained(tmp_path / "gpt")
     whole = prepare_data(load(*overrides))
-    given = load(*overrides, STREAM, f"data.prepared_dir={whole.path}")
-    expected = read_batches(given)
+    expected = read_batches(load(*overrides, STREAM, f"data.prepared_dir={whole.path}"))
     recipe = load(*overrides, STREAM)
     assert prepare_data(recipe).train.num_samples == UNKNOWN
     streamed = read_batches(recipe)
@@ -89,8 +87,7 @@ def test_batches_are_those_of_text_that_was_prepared_before(load, tmp_path, over
 
 
 def test_only_the_chunks_of_a_window_are_prepared_before_its_first_batch(load):
-    recipe = load("data.stream={window: 16}")
-    data = prepare_data(recipe)
+    data = prepare_data(load("data.stream={window: 16}"))
     folder = data.path.with_name(f"{data.path.name}.chunks")
     assert not folder.exists()
     assert data.train.reach(5) >= 5
@@ -405,8 +402,7 @@ def test_a_chunk_is_prepared_by_one_machine_and_downloaded_by_others(load, bucke
     shared = f"data.prepared_remote={bucket}-shared"
     expected = hashes(read_batches(of_bucket(load, bucket, shared)))
     server.requests.clear()
-    other = of_bucket(load, bucket, shared, "data.prepared_dir=other")
-    assert hashes(read_batches(other)) == expected
+    assert hashes(read_batches(of_bucket(load, bucket, shared, "data.prepared_dir=other"))) == expected
     name = bucket.rpartition("/")[2]
     assert not [path for method, path in server.requests if method == "GET" and f"/{name}/0" in path]
     # A resume on a new machine learns how large the chunks before its position are, and does not download them.

@@ -26,8 +26,7 @@ class Collector:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.take(self.path, self.headers, body)
+                collector.take(self.path, self.headers, self.rfile.read(int(self.headers["Content-Length"])))
                 self.send_response(collector.status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
