@@ -159,33 +159,31 @@ def read_gradients(rank, world_size, path, config, plan):
     return {name: whole(parameter.grad) for name, parameter in trained.items()}
 
 
+def compare_gradients(workers, row, folder, text):
+    """Check the gradients of two ranks against those of one; returns the names of what is trained."""
+    config, path = row.config(), str(write_recipe(row, folder, text, steps=4))
+    [expected] = workers.run(read_gradients, 1, path, config, ParallelPlan("ddp"))
+    for options in ({}, {"sequence_parallel": True}):
+        for found in workers.run(read_gradients, 2, path, config, ParallelPlan("tp", tp=2, **options)):
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name} {options}")
+    return expected.keys()
+
+
 @pytest.mark.parametrize(
     "family", ["olmo2", "phi3", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHER_FAMILIES)]
 )
 def test_every_gradient_equals_that_of_one_process(workers, text, tmp_path, family):
     """Of matrices that are several in one, and of norms over all heads, with all weights drawn at random."""
-    config = small_config(family)
-    path = str(write_recipe(Row(family=family), tmp_path, text, steps=4))
-    [expected] = workers.run(read_gradients, 1, path, config, ParallelPlan("ddp"))
-    for options in ({}, {"sequence_parallel": True}):
-        for found in workers.run(read_gradients, 2, path, config, ParallelPlan("tp", tp=2, **options)):
-            assert found.keys() == expected.keys()
-            for name, gradient in expected.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name} {options}")
+    compare_gradients(workers, Row(family=family), tmp_path, text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 def test_gradients_of_an_adapter_equal_those_of_one_process(workers, text, tmp_path, adapter):
-    config = small_config("llama")
-    path = str(write_recipe(Row(adapter=adapter), tmp_path, text, steps=4))
-    [expected] = workers.run(read_gradients, 1, path, config, ParallelPlan("ddp"))
-    assert {name.split(".")[-3] for name in expected} >= {"lora_A", "lora_B"}
-    for options in ({}, {"sequence_parallel": True}):
-        for found in workers.run(read_gradients, 2, path, config, ParallelPlan("tp", tp=2, **options)):
-            assert found.keys() == expected.keys()
-            for name, gradient in expected.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name} {options}")
+    names = compare_gradients(workers, Row(adapter=adapter), tmp_path, text)
+    assert {name.split(".")[-3] for name in names} >= {"lora_A", "lora_B"}
 
 
 def count_tensor_traffic(rank, world_size, path, config, plan):

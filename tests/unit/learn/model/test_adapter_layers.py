@@ -44,6 +44,18 @@ def trained(model):
     return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
 
 
+def train_three_steps(model, optimizer, rate):
+    """The loss of each step."""
+    optimizer, losses = optimizer([each for each in model.parameters() if each.requires_grad], lr=rate), []
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @torch.no_grad()
 def logits(model):
     return model(input_ids=IDS).logits
@@ -335,16 +347,7 @@ def test_modules_trained_in_full_equal_peft():
         plain = name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
         if parameter.requires_grad:
             parameter.data = ours[plain].detach().clone()
-    losses = []
-    for each in (model, peers):
-        optimizer = torch.optim.SGD([one for one in each.parameters() if one.requires_grad], lr=0.02)
-        losses.append([])
-        for _ in range(3):
-            loss = each(input_ids=IDS, labels=IDS).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+    losses = [train_three_steps(each, torch.optim.SGD, 0.02) for each in (model, peers)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
 
 

@@ -28,7 +28,7 @@ from echelon.planner.replica_costs import trained_shapes
 from echelon.planner.shape import build_shape
 from echelon.recipe.inputs import AdapterConfig
 from tests.families import assert_same_shapes, initialized, small_config, small_model
-from tests.unit.learn.model.test_adapter_layers import IDS, adapted, logits, trained
+from tests.unit.learn.model.test_adapter_layers import adapted, logits, train_three_steps, trained
 from tests.unit.recipe_samples import SMALL, load_text
 
 EXPERTS = AdapterConfig(method="lora", r=4, target_parameters="experts")
@@ -86,16 +86,7 @@ def test_three_steps_equal_peft():
     assert {name for name, each in theirs.items() if each.requires_grad} == trained(model).keys()
     for name, parameter in theirs.items():
         parameter.data = ours[name].detach().clone()
-    losses = []
-    for each in (model, peers):
-        optimizer = torch.optim.AdamW([one for one in each.parameters() if one.requires_grad], lr=1e-2)
-        losses.append([])
-        for _ in range(3):
-            loss = each(input_ids=IDS, labels=IDS).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+    losses = [train_three_steps(each, torch.optim.AdamW, 1e-2) for each in (model, peers)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][-1] < losses[0][0]
 
 
