@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.learn.checkpoint.export import export_run
+from tests.cases import slow
 from tests.families import load_run_model
 from tests.parity.test_parity import check
 from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, tensors_of, train, with_ranks
@@ -62,10 +63,10 @@ def test_equals_one_process(workers, references, text, tmp_path, row):
 
 RESUMED = [
     with_ranks(Row("ddp", adapter="lora"), 2),
-    pytest.param(with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2), marks=pytest.mark.slow),
-    pytest.param(with_ranks(Row("zero1", adapter="dora"), 2), marks=pytest.mark.slow),
-    pytest.param(with_ranks(Row("fsdp", adapter="pissa"), 2), marks=pytest.mark.slow),
-    pytest.param(with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2), marks=pytest.mark.slow),
+    slow(with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2)),
+    slow(with_ranks(Row("zero1", adapter="dora"), 2)),
+    slow(with_ranks(Row("fsdp", adapter="pissa"), 2)),
+    slow(with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2)),
 ]
 
 
@@ -83,23 +84,13 @@ def test_what_is_trained_whole_resumes_bit_for_bit(workers, text, tmp_path):
 
 
 MOVES = [
-    pytest.param(
-        with_ranks(Row("ddp", adapter="whole"), 2), with_ranks(Row("fsdp", adapter="whole"), 4), marks=pytest.mark.slow
-    ),
+    slow(with_ranks(Row("ddp", adapter="whole"), 2), with_ranks(Row("fsdp", adapter="whole"), 4)),
     (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
     *(
-        pytest.param(
-            with_ranks(Row(first, adapter=adapter), 2),
-            with_ranks(Row("fsdp", adapter=adapter), 4),
-            marks=pytest.mark.slow,
-        )
+        slow(with_ranks(Row(first, adapter=adapter), 2), with_ranks(Row("fsdp", adapter=adapter), 4))
         for first, adapter in (("ddp", "lora"), ("zero1", "dora"))
     ),
-    pytest.param(
-        Row(adapter="experts", family="mixtral"),
-        with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2),
-        marks=pytest.mark.slow,
-    ),
+    slow(Row(adapter="experts", family="mixtral"), with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2)),
 ]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from echelon.learn.reduction import build_reducer
 from echelon.planner.plan import SyncPlan
 from echelon.planner.replica_costs import count_sent_bytes as expect_bytes
+from tests.cases import slow
 from tests.parity.compression_oracle import FRACTION, ORACLES, RANK, SEED
 from tests.parity.training import EXACT, Row, equal_tensors, tensors_of, train, with_ranks
 from traffic import count_sent_bytes, read_sent_bytes
@@ -89,7 +90,7 @@ def train_oracle(method, size, bad_step=None):
     return [list(losses_of_worker) for losses_of_worker in zip(*losses, strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_those_of_the_papers_algorithm(workers, method, ranks):
     """In bf16 a difference of one rounding is 2^-9 of a value; in the others sums may be added in another order."""
@@ -137,7 +138,7 @@ def count_sent_bytes_of(method, ranks):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a socket")
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_sockets_send_what_the_table_says(workers, ranks):
     for method in METHODS:
         found = workers.run(count_bytes, ranks, method)
@@ -163,9 +164,7 @@ def test_all_values_are_the_uncompressed_sum(workers, text, tmp_path):
     assert losses(part) != pytest.approx(losses(plain), abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    "method", ["powersgd", *(pytest.param(each, marks=pytest.mark.slow) for each in ("topk", "randomk", "sign"))]
-)
+@pytest.mark.parametrize("method", ["powersgd", *(slow(each) for each in ("topk", "randomk", "sign"))])
 def test_a_resumed_run_goes_on_with_what_was_not_sent(workers, text, tmp_path, method):
     row = compressed(method)
     ours = train(workers, row, tmp_path / "whole", text, steps=8)

@@ -22,6 +22,7 @@ from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
+from tests.cases import slow
 from tests.families import small_config
 from tests.parity.packed import PackedPool
 from tests.parity.test_parity import check
@@ -36,10 +37,6 @@ def divided(cp, method="allgather", ranks=None, **options):
     row = Row(parallel={"cp": cp, "cp_method": method, **degrees}, **options)
     ranks = ranks or cp
     return with_ranks(row, ranks, micro_batch=options.get("micro_batch", 8 * cp // ranks))
-
-
-def slow(row):
-    return pytest.param(row, marks=pytest.mark.slow)
 
 
 ROWS = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from echelon.tools.inference import evaluate
+from tests.cases import slow
 from tests.parity.packed import PackedPool, pack
 from tests.parity.training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
@@ -26,19 +27,15 @@ AS_TRL = 1e-5  # the bound of tests/peer, which compares one process with TRL's 
 
 ROWS = [
     ("packed", with_ranks(Row("ddp", checkpointing="selective"), 2, micro_batch=2)),
-    pytest.param("packed", with_ranks(Row("zero1", compile=True), 2), marks=pytest.mark.slow),
+    slow("packed", with_ranks(Row("zero1", compile=True), 2)),
     ("packed", with_ranks(Row("fsdp", family="gemma2", tied=True, checkpointing="full"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("ddp"), 2, micro_batch=2)),
-    pytest.param("pairs", with_ranks(Row("zero1", checkpointing="full"), 2, micro_batch=2), marks=pytest.mark.slow),
+    slow("pairs", with_ranks(Row("zero1", checkpointing="full"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
-    pytest.param("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2), marks=pytest.mark.slow),
+    slow("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
-    pytest.param("pairs", Row({"tp": 2}, ranks=2, micro_batch=4), marks=pytest.mark.slow),
-    pytest.param(
-        "pairs",
-        Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4, adapter="lora"),
-        marks=pytest.mark.slow,
-    ),
+    slow("pairs", Row({"tp": 2}, ranks=2, micro_batch=4)),
+    slow("pairs", Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4, adapter="lora")),
 ]
 # With the mean number of tokens of a chosen answer in the whole batch, and without a reference.
 ROWS += [
@@ -65,7 +62,7 @@ ROWS += [
     ("judged", with_ranks(Row("ddp"), 2, micro_batch=2)),
     ("judged", with_ranks(Row("fsdp"), 2)),
     *(
-        pytest.param("judged", row, marks=pytest.mark.slow)
+        slow("judged", row)
         for row in (
             with_ranks(Row("ddp"), 4, micro_batch=1),
             with_ranks(Row("fsdp", checkpointing="full"), 4, micro_batch=1),
@@ -82,7 +79,7 @@ ROWS += [
     ("scored", with_ranks(Row("fsdp"), 2)),
     ("scored", Row({"tp": 2}, ranks=2, micro_batch=4)),
     *(
-        pytest.param("scored", row, marks=pytest.mark.slow)
+        slow("scored", row)
         for row in (
             Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4),
             Row({"tp": 2}, ranks=2, micro_batch=4, adapter="lora"),
@@ -102,7 +99,7 @@ ROWS += [
     ("labelled", with_ranks(Row("fsdp"), 2)),
     ("labelled", Row({"tp": 2}, ranks=2, micro_batch=4)),
     *(
-        pytest.param("labelled", row, marks=pytest.mark.slow)
+        slow("labelled", row)
         for row in (
             Row({"tp": 2, "sequence_parallel": True}, ranks=2, micro_batch=4, adapter="lora"),
             with_ranks(Row("zero2", family="gpt2", tied=True), 2, micro_batch=2),
@@ -208,7 +205,7 @@ def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypa
     assert "perplexity" not in found and found["tokens"] == rows[-1]["target_tokens"]
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("parallel", [slow("ddp"), "fsdp"])
 def test_a_resumed_run_compares_with_the_same_reference(workers, text, tmp_path, parallel):
     """The reference is in no checkpoint: it is made again. Bit for bit, also from 2 processes to 2."""
     row = with_ranks(Row(parallel), 2)

@@ -21,6 +21,7 @@ from echelon.planner.plan import load_plan
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
+from tests.cases import slow
 from tests.families import small_config
 from tests.parity.training import LOSS, Row, hashes, losses_of, prepare, read_rows, weight_difference
 
@@ -129,9 +130,7 @@ def train_limited(rank, world_size, path, plan, limit, num_bytes):
 
 
 @pytest.mark.parametrize(
-    ("num_mib", "sizes"),
-    [(12, [(4, 1), (2, 2)]), pytest.param(6, [(4, 1), (2, 2), (1, 4)], marks=pytest.mark.slow)],
-    ids=["once", "twice"],
+    ("num_mib", "sizes"), [(12, [(4, 1), (2, 2)]), slow(6, [(4, 1), (2, 2), (1, 4)])], ids=["once", "twice"]
 )
 def test_every_rank_halves_and_the_losses_stay(workers, text, tmp_path, num_mib, sizes):
     halve_and_compare(workers, text, tmp_path, "fsdp", ROW, LimitedTensors, num_mib * MIB, [sizes])

@@ -9,6 +9,7 @@ from echelon.learn.data.loader import BatchLoader, BatchPlace
 from echelon.learn.data.mixture import build_order
 from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
+from tests.cases import slow
 from tests.mixtures import write_sources
 from tests.parity import training
 
@@ -38,9 +39,7 @@ def uninterrupted(workers, text, tmp_path_factory, mixture):
     return training.train(workers, training.Row(micro_batch=4, changes=mixture), folder, text, STEPS), folder
 
 
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "micro"), [("ddp", 2, 2), pytest.param("zero1", 4, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("parallel", "ranks", "micro"), [("ddp", 2, 2), slow("zero1", 4, 1)])
 def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupted, parallel, ranks, micro):
     rows = training.train(workers, training.Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
     losses, norms = training.difference(rows, uninterrupted[0])

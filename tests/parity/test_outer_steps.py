@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cases import slow
 from tests.parity import training
 from tests.parity.outer_oracle import train_outer_oracle
 from tests.parity.stand_ins import train_rank_with
@@ -54,9 +55,7 @@ def check(workers, text, folder, row, expected):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "ranks"),
-    [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 4), ("fsdp", 4), ({"tp": 2}, 4)))],
-    ids=str,
+    ("parallel", "ranks"), [("ddp", 2), *(slow(*each) for each in (("ddp", 4), ("fsdp", 4), ({"tp": 2}, 4)))], ids=str
 )
 def test_diloco_is_two_loops(workers, text, tmp_path, diloco, parallel, ranks):
     check(workers, text, tmp_path, apart(parallel=parallel, ranks=ranks), diloco)

@@ -21,6 +21,7 @@ from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
+from tests.cases import slow
 from tests.families import small_config
 from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
 from traffic import TrafficCounter
@@ -40,10 +41,6 @@ def pipeline_row(family="llama", ranks=2, micro_batch=2, layers=4, **options):
     parallel = {"pp": 2} | {key: options.pop(key) for key in keys if key in options}
     fields = (("n_layer" if family == "gpt2" else "num_hidden_layers", layers),)
     return Row(parallel, ranks, micro_batch, family, fields=fields, **options)
-
-
-def slow(row):
-    return pytest.param(row, marks=pytest.mark.slow)
 
 
 DAILY = [pipeline_row(schedule="interleaved", tied=True), pipeline_row("qwen3", ranks=4, micro_batch=1, dp_shard=2)]

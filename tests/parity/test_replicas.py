@@ -14,6 +14,7 @@ from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 from echelon.run.training.replicas import ReplicaDifference, compare_replicas
 from echelon.run.training.training_step import TrainingStep
+from tests.cases import slow
 from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
@@ -51,11 +52,9 @@ NAMED = [
     (with_ranks(Row("ddp"), 2, micro_batch=2), 1, [0, 1], [0, 1]),  # of two nobody knows which one is right
     (with_ranks(Row("ddp"), 4), 2, [2], [0, 1, 2, 3]),
     (with_ranks(Row("hsdp"), 4), 3, [1, 3], [1, 3]),
-    pytest.param(Row({"pp": 2, "dp_replicate": 2}, 4, micro_batch=1), 1, [0, 1], [0, 1], marks=pytest.mark.slow),
-    pytest.param(Row({"tp": 2, "dp_replicate": 2}, 4, micro_batch=2), 1, [1, 3], [1, 3], marks=pytest.mark.slow),
-    pytest.param(
-        Row({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, 2, "mixtral"), 1, [1, 3], [1, 3], marks=pytest.mark.slow
-    ),
+    slow(Row({"pp": 2, "dp_replicate": 2}, 4, micro_batch=1), 1, [0, 1], [0, 1]),
+    slow(Row({"tp": 2, "dp_replicate": 2}, 4, micro_batch=2), 1, [1, 3], [1, 3]),
+    slow(Row({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, 2, "mixtral"), 1, [1, 3], [1, 3]),
 ]
 
 

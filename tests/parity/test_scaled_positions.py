@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.learn.checkpoint.export import export_run
+from tests.cases import slow
 from tests.families import load_run_model
 from tests.parity.training import SEQUENCE_LEN, Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
 
@@ -22,13 +23,7 @@ def scaled(parallel, **options):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        scaled({"cp": 2, "cp_method": "ring"}),
-        pytest.param(scaled({"cp": 2}), marks=pytest.mark.slow),
-        pytest.param(scaled({"tp": 2}), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "row", [scaled({"cp": 2, "cp_method": "ring"}), slow(scaled({"cp": 2})), slow(scaled({"tp": 2}))], ids=str
 )
 def test_scaled_positions_equal_one_process(workers, references, text, tmp_path, row):
     rows = train(workers, row, tmp_path / "divided", text)

@@ -18,6 +18,7 @@ from echelon.planner.plan import ParallelPlan
 from echelon.tools.inference.evaluate import evaluate_model, evaluate_task
 from echelon.tools.inference.generate import generate_samples
 from echelon.tools.inference.merge import compare_merged, merge_run
+from tests.cases import slow
 from tests.families import load_run_model
 from tests.parity.test_evaluation import PROMPTS, train
 from tests.parity.training import Row
@@ -75,9 +76,7 @@ def trained(workers, row, folder, text):
     return run
 
 
-@pytest.mark.parametrize(
-    "kind", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qlora", "dora", "bf16 folder"))]
-)
+@pytest.mark.parametrize("kind", ["full", *(slow(name) for name in ("qlora", "dora", "bf16 folder"))])
 def test_several_processes_measure_what_one_does(workers, text, tmp_path, kind):
     run = trained(workers, Row(adapter="full" if "folder" in kind else kind), tmp_path, text)
     target, data = run, None

@@ -25,6 +25,7 @@ from echelon.planner.axes.tensor import count_repeated
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
+from tests.cases import slow
 from tests.families import random_batch, small_config
 from tests.parity.test_parity import check
 from tests.parity.training import LOSS, NORM, Row, check_exact_resume, difference, hashes, train, write_recipe
@@ -86,7 +87,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", [*DAILY, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS)], ids=str)
+@pytest.mark.parametrize("row", [*DAILY, *(slow(row) for row in ROWS)], ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, publish, row):
     check(workers, references, text, tmp_path, row, publish)
 
@@ -171,9 +172,7 @@ def compare_gradients(workers, row, folder, text):
     return expected.keys()
 
 
-@pytest.mark.parametrize(
-    "family", ["olmo2", "phi3", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHER_FAMILIES)]
-)
+@pytest.mark.parametrize("family", ["olmo2", "phi3", *(slow(family) for family in OTHER_FAMILIES)])
 def test_every_gradient_equals_that_of_one_process(workers, text, tmp_path, family):
     """Of matrices that are several in one, and of norms over all heads, with all weights drawn at random."""
     compare_gradients(workers, Row(family=family), tmp_path, text)
@@ -235,9 +234,7 @@ def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, 
             assert counted == pytest.approx(sum(rings))
 
 
-@pytest.mark.parametrize(
-    ("policy", "repeated"), [("selective", (0, 0)), pytest.param("full", (2, 3), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("policy", "repeated"), [("selective", (0, 0)), slow("full", (2, 3))])
 def test_recomputed_layers_repeat_what_the_plan_counts(workers, text, tmp_path, policy, repeated):
     """An all-reduce is an all-gather and a reduce-scatter. The last sum of a layer is not repeated."""
     config = small_config("llama", **dict(HEADS))

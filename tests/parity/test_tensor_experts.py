@@ -7,6 +7,7 @@ import pytest
 from echelon.planner.axes.table import divide_shape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
+from tests.cases import slow
 from tests.parity.test_memory_parts import measure
 from tests.parity.test_parity import check
 from tests.parity.test_tensor import compare_gradients
@@ -50,9 +51,7 @@ def column(rows, name):
     return [row[name] for row in rows if row["kind"] == "train"]
 
 
-@pytest.mark.parametrize(
-    "row", [*DAILY, *(pytest.param(row, marks=pytest.mark.slow) for row in (*ROWS, *BESIDE_EP))], ids=str
-)
+@pytest.mark.parametrize("row", [*DAILY, *(slow(row) for row in (*ROWS, *BESIDE_EP))], ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, publish, row):
     compare(workers, references, text, tmp_path, row, publish)
 

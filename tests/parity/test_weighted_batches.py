@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cases import slow
 from tests.parity.training import EXACT, Row, bounds, difference, equal_tensors, hashes, tensors_of, train
 
 pytestmark = pytest.mark.dist
@@ -19,10 +20,6 @@ def alone(workers, text, tmp_path_factory):
     """Four steps on one process, and their folder."""
     folder = tmp_path_factory.mktemp("alone")
     return train(workers, Row(micro_batch=8, changes=KEPT), folder, text, STEPS), folder
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

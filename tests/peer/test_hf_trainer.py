@@ -17,6 +17,7 @@ from echelon.learn.distributed.runtime import Runtime
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
+from tests.cases import slow
 from tests.families import small_config, small_model
 from tests.parity.training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, resolve, with_ranks, write_recipe
 
@@ -96,11 +97,7 @@ def run_peer(paths):
 
 @pytest.mark.parametrize(
     ("adapters", "family"),
-    [
-        (("full",), "llama"),
-        pytest.param(("lora", "dora"), "llama", marks=pytest.mark.slow),
-        pytest.param(("experts",), "mixtral", marks=pytest.mark.slow),
-    ],
+    [(("full",), "llama"), slow(("lora", "dora"), "llama"), slow(("experts",), "mixtral")],
     ids=str,
 )
 def test_losses_agree_step_by_step(workers, text, tmp_path, adapters, family):

@@ -13,6 +13,7 @@ from echelon.recipe.load import load_recipe
 from echelon.tools.sweep import conduct as session
 from echelon.tools.sweep.conduct import StopWord, SweepEnding, check_sweep
 from echelon.tools.sweep.trials import find_share, share_machine
+from tests.cases import slow
 from tests.unit.recipe_samples import SMALL
 from tests.unit.tools.sweep.sweep_jobs import EVERY, RANDOM, Killed, StubLauncher, loss_of, run, values_of
 
@@ -179,9 +180,7 @@ def test_a_live_sweep_locks_its_folder(here: Path, monkeypatch: pytest.MonkeyPat
     folder.unlock()
 
 
-@pytest.mark.parametrize(
-    "sampler", ["qmc", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpe", "cmaes", "gp"))]
-)
+@pytest.mark.parametrize("sampler", ["qmc", *(slow(name) for name in ("tpe", "cmaes", "gp"))])
 def test_every_sampler_resumes_after_a_kill(here: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
     search = {**RANDOM, "optim.weight_decay": {"low": 0.0, "high": 0.5}}
     settings = {"sampler": sampler, "trials": 12, "parallel": 1}

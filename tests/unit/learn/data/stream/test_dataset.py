@@ -20,6 +20,7 @@ from echelon.learn.data.stream import addresses, chunks
 from echelon.learn.data.stream.addresses import fetch
 from echelon.learn.data.stream.dataset import UNKNOWN
 from echelon.recipe.load import load_recipe
+from tests.cases import slow
 from tests.object_server import BUCKET, bucket_served
 from tests.unit.learn.data.readers.test_readers import write_megatron
 from tests.unit.recipe_samples import RECIPE
@@ -61,9 +62,7 @@ def hashes(batches):
     return [batch.hash for batch in batches]
 
 
-@pytest.mark.parametrize(
-    "overrides", [(), pytest.param(("tokenizer=gpt", "data.document_mask=true"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("overrides", [(), slow(("tokenizer=gpt", "data.document_mask=true"))])
 def test_batches_are_those_of_text_that_was_prepared_before(load, tmp_path, overrides):
     if overrides:
         whole = prepare_data(load("tokenizer={train: {vocab_size: 300}}"))
@@ -229,8 +228,8 @@ def assert_same_samples(found, expected):
     ("make", "overrides"),
     [
         (make_ids, ()),
-        pytest.param(make_pair, ("objective.name=dpo", "data.document_separator=null"), marks=pytest.mark.slow),
-        pytest.param(make_judged, ("objective.name=kto", "data.document_separator=null"), marks=pytest.mark.slow),
+        slow(make_pair, ("objective.name=dpo", "data.document_separator=null")),
+        slow(make_judged, ("objective.name=kto", "data.document_separator=null")),
     ],
 )
 def test_samples_with_a_sequence_of_their_own_are_those_of_prepared_ones(load, tmp_path, make, overrides):
@@ -314,7 +313,7 @@ def of_bucket(load, bucket, *overrides):
     return load(STREAM, f"data.train={bucket}", f"data.prepared_dir=of-{bucket.rpartition('/')[2]}", *overrides)
 
 
-@pytest.mark.parametrize("pattern", ["", pytest.param("/*.txt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pattern", ["", slow("/*.txt")])
 def test_a_bucket_gives_the_batches_of_its_files(load, bucket, pattern):
     expected = hashes(read_batches(load(STREAM)))
     assert hashes(read_batches(of_bucket(load, f"{bucket}{pattern}"))) == expected
@@ -323,10 +322,10 @@ def test_a_bucket_gives_the_batches_of_its_files(load, bucket, pattern):
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param({"path": "ids", "fields": {"input_ids": "tokens"}}, marks=pytest.mark.slow),
+        slow({"path": "ids", "fields": {"input_ids": "tokens"}}),
         {"path": "ids", "format": "megatron"},
-        pytest.param({"path": "ids/x.bin", "format": "megatron"}, marks=pytest.mark.slow),
-        pytest.param({"path": "ids/*"}, marks=pytest.mark.slow),
+        slow({"path": "ids/x.bin", "format": "megatron"}),
+        slow({"path": "ids/*"}),
     ],
 )
 def test_shards_of_ids_in_a_bucket_are_read_as_those_here(load, bucket, tmp_path, source):
