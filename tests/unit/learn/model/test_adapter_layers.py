@@ -44,9 +44,9 @@ def trained(model):
     return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
 
 
-def train_three_steps(model, optimizer, rate):
+def train_three_steps(model, rule, rate):
     """The loss of each step."""
-    optimizer, losses = optimizer([each for each in model.parameters() if each.requires_grad], lr=rate), []
+    optimizer, losses = rule([each for each in model.parameters() if each.requires_grad], lr=rate), []
     for _ in range(3):
         loss = model(input_ids=IDS, labels=IDS).loss
         loss.backward()
