@@ -66,10 +66,7 @@ def ranks_by_time(cluster: Cluster) -> bool:
 
 
 def choose_fastest(
-    simple: Sequence[ParallelPlan],
-    divided: Sequence[ParallelPlan],
-    shape: ModelShape,
-    cluster: Cluster,
+    simple: Sequence[ParallelPlan], divided: Sequence[ParallelPlan], shape: ModelShape, cluster: Cluster
 ) -> tuple[ParallelPlan, str]:
     """The plan to take, and why, for the user.
 

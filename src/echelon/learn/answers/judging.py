@@ -145,10 +145,7 @@ class AnswerJudge:
         return build_order(self._learner.recipe, self._learner.data.train)
 
     def answer(
-        self,
-        prompts: Sequence[PromptRecord],
-        sampling: Sampling,
-        report: Callable[[str], None] = lambda activity: None,
+        self, prompts: Sequence[PromptRecord], sampling: Sampling, report: Callable[[str], None] = lambda activity: None
     ) -> Rollouts:
         """Answer prompts with the weights as they are now, in turns with the recipe's environment if it has one.
 

@@ -28,15 +28,7 @@ from echelon.learn.data.record_counts import describe_oddity, refuse_broken
 from echelon.learn.data.sinks import EntryState, Sink, SinkState, WritingJournal, open_sink, shard_prefix
 from echelon.learn.data.source import Source
 from echelon.learn.data.split import STREAMS, divide_streams
-from echelon.learn.data.tokenize import (
-    Encoding,
-    Piece,
-    Task,
-    TokenizedTask,
-    plan_tasks,
-    token_dtype,
-    tokenize_tasks,
-)
+from echelon.learn.data.tokenize import Encoding, Piece, Task, TokenizedTask, plan_tasks, token_dtype, tokenize_tasks
 
 logger = logging.getLogger(__name__)
 

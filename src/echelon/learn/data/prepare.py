@@ -325,10 +325,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def write_folder(
-    folder: Path,
-    spec: PrepareSpec,
-    corpus: Sequence[CorpusEntry],
-    tokenizer: "PreTrainedTokenizerFast | None",
+    folder: Path, spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
 ) -> None:
     """Write a prepared folder under a temporary name, or resume one, then rename it.
 
@@ -387,10 +384,7 @@ def _partial(folder: Path) -> Path:
 
 
 def _keep_tokenizer(
-    place: Path,
-    tokenizer: "PreTrainedTokenizerFast | None",
-    spec: PrepareSpec,
-    corpus: Sequence[CorpusEntry],
+    place: Path, tokenizer: "PreTrainedTokenizerFast | None", spec: PrepareSpec, corpus: Sequence[CorpusEntry]
 ) -> "PreTrainedTokenizerFast":
     """Save the tokenizer in the folder and return it: the given one, the one already there, or a newly trained one."""
     if tokenizer is None and place.is_dir():

@@ -28,13 +28,7 @@ from echelon.learn.data.readers.megatron import is_megatron_index
 from echelon.learn.data.readers.record import EITHER_FIELD, Fields, SourceFile
 from echelon.learn.data.readers.separated import read_header
 from echelon.learn.data.stream.addresses import fetch, find_objects, is_address, join_infos, slowness_told
-from echelon.recipe.data_formats import (
-    LABELLED_FORMAT,
-    PLAIN_FIELDS,
-    PROMPT_FORMAT,
-    RECORD_FORMATS,
-    recognise_format,
-)
+from echelon.recipe.data_formats import LABELLED_FORMAT, PLAIN_FIELDS, PROMPT_FORMAT, RECORD_FORMATS, recognise_format
 from echelon.recipe.names import FORMATS
 
 PYTHON_STDLIB = "python-stdlib"
@@ -484,12 +478,7 @@ def walk(root: Path, left_out: LeftOut, refuse: Callable[[OSError], Exception]) 
 
 
 def _list_tree(
-    top: Path,
-    name: str,
-    seen: set[str],
-    left_out: LeftOut,
-    refuse: Callable[[OSError], Exception],
-    found: Found,
+    top: Path, name: str, seen: set[str], left_out: LeftOut, refuse: Callable[[OSError], Exception], found: Found
 ) -> Found:
     """Add the files of a tree to `found` without following links. Returns the links to folders in it."""
 

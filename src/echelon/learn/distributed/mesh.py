@@ -234,9 +234,7 @@ def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> di
 
 
 def start_all_reduce(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dist.Work | None:
     """Begin an all-reduce in place. Collective. None for one rank alone, which with Gloo would wait for a thread."""
     if dist.get_world_size(group) == 1:
@@ -246,9 +244,7 @@ def start_all_reduce(
 
 
 def all_reduce(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
     """`start_all_reduce`, and wait until the result may be used. Collective."""
     if (work := start_all_reduce(tensor, group, op)) is not None:

@@ -31,13 +31,7 @@ from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.loss import IGNORE
 from echelon.learn.objectives.objective import Objective, StepSums, put_means, with_batch_means
 from echelon.learn.objectives.outputs import OutputsFn
-from echelon.learn.optimizer import (
-    LossScale,
-    Optimizer,
-    Served,
-    clip_gradients,
-    global_norm,
-)
+from echelon.learn.optimizer import LossScale, Optimizer, Served, clip_gradients, global_norm
 from echelon.learn.parallel.step import ForwardBackward, Parallel
 from echelon.learn.reduction.reducer import divide, flatten, write_back
 from echelon.learn.sync.synchronizer import StateFill

@@ -32,13 +32,7 @@ from echelon.learn.model.router import choose_router_loss
 from echelon.learn.model.sharding import local_part
 from echelon.learn.model.traits import Traits, apply_plain_causal, find_traits
 from echelon.learn.objectives.outputs import ObjectiveModule
-from echelon.learn.optimizer import (
-    LossScale,
-    Optimizer,
-    Served,
-    build_optimizer,
-    build_served,
-)
+from echelon.learn.optimizer import LossScale, Optimizer, Served, build_optimizer, build_served
 from echelon.learn.parallel import Parallelize, connect_stages, parallelize, shard_model, shard_stages
 from echelon.planner.axes.pipeline import predict_waiting
 from echelon.planner.memory_parts import StoredBytes

@@ -17,13 +17,7 @@ from echelon.learn.model.liger import apply_liger, find_obstacle, is_installed
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.quantization import Quantized, apply_float8
 from echelon.learn.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
-from echelon.learn.model.varlen_attention import (
-    VARLEN,
-    activate_flash_3,
-    deactivate_flash_3,
-    has_dropout,
-    has_kernel,
-)
+from echelon.learn.model.varlen_attention import VARLEN, activate_flash_3, deactivate_flash_3, has_dropout, has_kernel
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.rates import compiles_checkpoints
 from echelon.recipe.document import Recipe

@@ -58,13 +58,7 @@ class Ring:
         _RINGS[self._number] = self._peers
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        first: Tensor | None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Compute causal attention of this rank's queries over whole sequences. Collective.
 

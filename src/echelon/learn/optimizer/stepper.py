@@ -159,14 +159,7 @@ class CompiledUpdate:
         self._update: Callable[..., None] = torch.compile(update_stored, backend=backend, dynamic=True, fullgraph=True)
 
     def step(
-        self,
-        rule: Rule,
-        slots: Sequence[Slot],
-        rate: float,
-        weight_decay: float,
-        commit: Tensor,
-        seed: int,
-        step: int,
+        self, rule: Rule, slots: Sequence[Slot], rate: float, weight_decay: float, commit: Tensor, seed: int, step: int
     ) -> list[Slot]:
         """Step what gains by it, in place, where `commit` is true; return the other slots."""
         if not isinstance(rule, ElementwiseRule):

@@ -425,9 +425,7 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         data = tuple(name for name in meshes.experts.mesh_dim_names or () if name not in ("ep", "tp"))
         for experts in find_experts(module).values():
             fully_shard(
-                experts,
-                reshard_after_forward=plan.reshard_after_forward,
-                **options | {"mesh": meshes.experts[data]},
+                experts, reshard_after_forward=plan.reshard_after_forward, **options | {"mesh": meshes.experts[data]}
             )
     for layer in layers:
         fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)

@@ -16,12 +16,7 @@ from echelon.run.journal.goodput import GoodputTracker
 from echelon.run.journal.journal import Journal
 from echelon.run.journal.recovery import RecoveryWatch
 from echelon.run.lifecycle.run_learner import note_memory
-from echelon.run.lifecycle.run_records import (
-    describe_training,
-    open_goodput,
-    open_journal,
-    record_beginning,
-)
+from echelon.run.lifecycle.run_records import describe_training, open_goodput, open_journal, record_beginning
 from echelon.run.lifecycle.saved_state import Restored
 from echelon.run.training.evaluations import PromptSampler
 from echelon.run.training.heartbeat import Heartbeat

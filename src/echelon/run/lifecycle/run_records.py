@@ -99,11 +99,7 @@ def record_changes(folder: RunFolder, membership: "ViewMembership", step: int, s
 
 
 def describe_training(
-    recipe: Recipe,
-    plan: ParallelPlan,
-    config: PretrainedConfig,
-    data: PreparedData,
-    stops: Sequence[int],
+    recipe: Recipe, plan: ParallelPlan, config: PretrainedConfig, data: PreparedData, stops: Sequence[int]
 ) -> Iterator[str]:
     """Lines about the training: special tokens, and the replicas that are compared."""
     yield describe_tokens(config, data.tokenizer, stops)
@@ -129,11 +125,7 @@ def _describe_token(kind: str, config: PretrainedConfig, tokenizer: PreTrainedTo
 
 
 def describe_end(
-    folder: RunFolder,
-    state: TrainState,
-    seconds: float,
-    cost: str | None,
-    recipe: Recipe,
+    folder: RunFolder, state: TrainState, seconds: float, cost: str | None, recipe: Recipe
 ) -> Iterator[str]:
     """Lines about a run that is done: what came out, and the commands that use it, where its files stay.
 
@@ -210,5 +202,5 @@ def finish(trainer: Trainer, folder: RunFolder) -> None:
     value = "" if state.best_loss is None or task is not None else f" {state.best_loss:.4f}"
     best = "none was finite" if state.best_loss is None else f"{prefix}{value} at step {state.best_step}"
     logger.info(
-        f"early stopping at step {state.step}: no {sought} in {state.evaluations_since_best} evaluations; {best}",
+        f"early stopping at step {state.step}: no {sought} in {state.evaluations_since_best} evaluations; {best}"
     )

@@ -111,10 +111,7 @@ def build_saver(learner: Learner, restored: Restored, accounting: Accounting) ->
 
 
 def load_newest(
-    store: CheckpointStore,
-    snapshots: Snapshots | PeerMemory,
-    contents: RunContents,
-    runtime: Runtime,
+    store: CheckpointStore, snapshots: Snapshots | PeerMemory, contents: RunContents, runtime: Runtime
 ) -> SavedState | None:
     """Load `contents` from the newest whole checkpoint or snapshot; returns its saved state, or None. Collective."""
     snapshot = snapshots.newest()

@@ -360,11 +360,7 @@ class _PlannedFor:
 
 
 def _find_plan(
-    opened: OpenedRun,
-    recipe: Recipe,
-    shape: ModelShape,
-    cluster: Cluster,
-    data: "PreparedData",
+    opened: OpenedRun, recipe: Recipe, shape: ModelShape, cluster: Cluster, data: "PreparedData"
 ) -> ParallelPlan:
     """The stored plan of a resumed run if it still fits, else a new one, also for a different number of processes."""
     began = _read_beginning(opened)

@@ -16,14 +16,7 @@ from echelon.ground.errors import ConfigError, DataError, EchelonError
 from echelon.ground.extras import missing_package
 from echelon.ground.stored import read_as
 from echelon.learn.data.readers.columns import ArrowReader, damages, drop_nulls
-from echelon.learn.data.readers.record import (
-    EITHER_FIELD,
-    Broken,
-    BrokenRecordError,
-    Record,
-    SourceFile,
-    content_bytes,
-)
+from echelon.learn.data.readers.record import EITHER_FIELD, Broken, BrokenRecordError, Record, SourceFile, content_bytes
 from echelon.learn.data.readers.sequence import SequentialReader
 from echelon.learn.model.hub import dataset_name, find_dataset_commit
 

@@ -42,14 +42,7 @@ from echelon.learn.data.sinks import SampleCounts, SinkState, open_sink
 from echelon.learn.data.source import Source
 from echelon.learn.data.stream.addresses import SLOW_SECONDS, fetch, is_address, slowness_told
 from echelon.learn.data.stream.options import StreamOptions
-from echelon.learn.data.tokenize import (
-    Encoding,
-    TaskEncoder,
-    explain_death,
-    plan_tasks,
-    serve_requests,
-    token_dtype,
-)
+from echelon.learn.data.tokenize import Encoding, TaskEncoder, explain_death, plan_tasks, serve_requests, token_dtype
 from echelon.recipe.data_formats import PAIR_FORMATS
 
 logger = logging.getLogger(__name__)
