@@ -127,9 +127,8 @@ def _find_traits(key: ConfigKey) -> Traits:
         try:
             copies = build_copies(model_class, key.config, attention, sequence_len)
         except Exception as error:  # a family may fail in any way as it is built
-            return Traits(
-                None, f"there is no proof, as no small copy of it runs ({describe_error(error)})", None, False
-            )
+            obstacle = f"there is no proof, as no small copy of it runs ({describe_error(error)})"
+            return Traits(None, obstacle, None, False)
         mask, obstacle = _find_mask(copies[0], attention)
         skips = attention in ("sdpa", VARLEN) and _is_same_without_mask(copies[0], attention)
         arithmetics = [_find_arithmetic(copy, key.config) for copy in copies]
@@ -140,13 +139,7 @@ def _find_traits(key: ConfigKey) -> Traits:
 def undisturbed() -> Iterator[None]:
     """Silence warnings, which concern the copy, and keep the random state. Flex attention is not compiled."""
     stance = torch.compiler.set_stance("force_eager")
-    with (
-        transformers_silenced(),
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices=[]),
-        torch.no_grad(),
-        stance,
-    ):
+    with transformers_silenced(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), stance:
         warnings.simplefilter("ignore")
         yield
 
@@ -173,7 +166,9 @@ def _bind_spans(config: PretrainedConfig, sequence_len: int | None) -> Pretraine
         for name, value in list(vars(part).items()):
             if name.endswith(_SPANS):
                 setattr(part, name, _shorten(value, _SHORT_SPAN, sequence_len))
-        tables = _rope_tables(getattr(part, "rope_parameters", None) or {})
+        parameters = getattr(part, "rope_parameters", None) or {}
+        # They are given once, or for each kind of layer.
+        tables = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
         for table in tables:
             if _ROPE_LIMIT in table:
                 table[_ROPE_LIMIT] = _shorten(table[_ROPE_LIMIT], _SHORT_ROPE, sequence_len)
@@ -188,12 +183,6 @@ def _shorten(value: Any, short: int, sequence_len: int | None) -> Any:
     """Return `short` for a larger number that is less than the length of sequences; anything else unchanged."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return short if is_number and value > short and (sequence_len is None or value < sequence_len) else value
-
-
-def _rope_tables(parameters: Any) -> list[dict[str, Any]]:
-    """Return the parameters of rotary embeddings, which are given once or for each kind of layer."""
-    nested = [parameter for parameter in parameters.values() if isinstance(parameter, dict)]
-    return nested or [parameters]
 
 
 def _count_built(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:
