@@ -320,15 +320,11 @@ class TokenDataset:
             labels[row, : window.size - 1] = window[1:]
         if self.separator is None:
             return Samples(inputs, labels)
-        documents = self._number_documents(inputs, labels)
-        labels[inputs == self.separator] = NO_LABEL
-        return Samples(inputs, labels, documents)
-
-    def _number_documents(self, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Count the separators before each token in its window, `[n, sequence_len]`; -1 for padding."""
         ends = inputs == self.separator
-        numbers = np.cumsum(ends, axis=1) - ends
-        return np.where(labels == NO_LABEL, -1, numbers).astype(np.int32)
+        # The number of separators before a token in its window; -1 for padding.
+        documents = np.where(labels == NO_LABEL, -1, np.cumsum(ends, axis=1) - ends).astype(np.int32)
+        labels[ends] = NO_LABEL
+        return Samples(inputs, labels, documents)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """Yield all tokens in order, in chunks."""
