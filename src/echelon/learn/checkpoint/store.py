@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from echelon.ground.checksums import ELSEWHERE, Files, describe_files, find_faul
 from echelon.ground.errors import CheckpointError
 from echelon.ground.run_files import sweep_checkpoints
 from echelon.ground.stored import sync_path, write_json
-from echelon.learn.checkpoint.carrier import Carrier, Uploads
 from echelon.learn.checkpoint.fill import fill_tensors, find_reason
 from echelon.learn.checkpoint.folder import (
     STATE,
@@ -44,6 +43,9 @@ from echelon.learn.checkpoint.folder import (
     publish,
 )
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
+
+if TYPE_CHECKING:
+    from echelon.learn.checkpoint.carrier import Carrier, Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -282,8 +284,8 @@ class CheckpointStore:
         keep_last: int,
         asynchronous: bool,
         note: Callable[..., None] = _ignore,
-        uploads: Uploads | None = None,
-        carry: Callable[[dist.ProcessGroup], Carrier] | None = None,
+        uploads: "Uploads | None" = None,
+        carry: "Callable[[dist.ProcessGroup], Carrier] | None" = None,
         new_group: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
         self._folder = folder

@@ -231,8 +231,7 @@ def _find_missing_gpus(recipe: Recipe, group: HostGroup, num_processes: int | No
 
 
 def _warn_without_efa() -> None:
-    """Say if NCCL would not use the network that this machine of several has for it."""
-    if (fault := explain_no_efa(read_environment())) is not None:
+    if (fault := explain_no_efa(read_environment())) is not None:  # NCCL would not use the network that is for it
         logger.warning(f"network: {fault}")
 
 

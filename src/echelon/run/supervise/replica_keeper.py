@@ -314,10 +314,7 @@ class ReplicaKeeper:
 
     def _tell_short(self, is_short: bool) -> None:
         """Tell the others whether they wait for a replica that starts again, which may take some time."""
-        if not is_short:
-            self._short_since = None
-        elif self._short_since is None:
-            self._short_since = time.monotonic()
+        self._short_since = self._short_since or time.monotonic() if is_short else None
         awaits = self._short_since is not None and time.monotonic() - self._short_since < _RETURN_SECONDS
         if awaits != self._awaits:
             self._awaits = awaits
