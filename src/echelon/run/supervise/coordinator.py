@@ -167,7 +167,8 @@ class Coordinator:
 
     def hosts(self) -> set[str]:
         """The machines that are known in this attempt."""
-        return {*self._reports, *self._spares, *self._last_team, *(host for host, _ in self._team)}
+        past = {*self._last_team, *self._last_spares}
+        return {*self._reports, *self._spares, *past, *(host for host, _ in self._team)}
 
     def awaits_readers(self) -> bool:
         """Whether a machine has not read yet that the job has ended."""
@@ -409,7 +410,8 @@ class Coordinator:
 
     def _end_short(self) -> None:
         """End the job if so many machines were lost after the last attempt that too few are left for the next one."""
-        lost, left = self._last_team & self._silent, (self._last_team | self._reports.keys()) - self._silent
+        lost = self._last_team & self._silent
+        left = {*self._last_team, *self._last_spares, *self._reports} - self._silent
         if lost and len(left) < self._group.min_nodes:
             reports = {
                 host: HostReport(host, FAILED, "", False, Likelihood.ECHO, 0.0, self._last_step) for host in left

@@ -220,15 +220,19 @@ def test_a_silent_machine_ends_the_attempt_of_all():
     assert group.news[0].decision.message == "1 of 3 machines stopped responding: b"
 
 
-def test_a_machine_that_is_lost_between_two_attempts_ends_the_job_that_needs_it():
-    group = Group("2")
-    for host in "ab":
+@pytest.mark.parametrize(("nodes", "hosts"), [("2", "ab"), ("2+1", "abc")])
+def test_a_machine_that_is_lost_between_two_attempts_ends_the_job_that_needs_it(nodes, hosts):
+    """Unless a spare may still present itself."""
+    group = Group(nodes)
+    for host in hosts:
         group.come(host)
     group.end_attempt("a", "b")
     group.come("a")
-    assert group.now.decision is None and group.coordinator.hosts() == {"a", "b"}
+    assert group.now.decision is None and group.coordinator.hosts() == set(hosts)
     group.silent.add("b")
     group.coordinator.look(frozenset("b"))
+    assert (group.now.decision is None) == ("c" in hosts)
+    group.coordinator.look(frozenset("bc"))
     ending = group.now.decision
     assert not ending.goes_on and ending.is_short and ending.message == "1 of 2 machines stopped responding: b"
     assert "the same command resumes from step 0" in ending.advice
