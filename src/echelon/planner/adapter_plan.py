@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
 from echelon.ground.extras import require_extra
-from echelon.planner.model_shape import SCORE_HEAD, ExpertShape, LinearShape, ModelShape
+from echelon.planner.model_shape import SCORE_HEAD, LinearShape, ModelShape
 from echelon.planner.plan import AdapterPlan
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
     quantized = adapter.method == "qlora"
     packed_experts = shape.num_expert_parameters if adapter.quantize_experts else 0
     frozen = [linear for linear in shape.linears if linear.name not in saved.names]
-    trained = _count_adapter(adapter, targets, shape) + sum(
-        _count_expert_adapter(adapter, expert) for expert in adapted
-    )
+    num_quantized = sum(linear.count * linear.size for linear in frozen) + packed_experts if quantized else 0
+    trained = _count_adapter(adapter, targets, shape)
+    # Each expert has its own A and B.
+    trained += adapter.r * sum(expert.count * expert.num_experts * (expert.rows + expert.columns) for expert in adapted)
     trained += num_new_tokens * shape.hidden_size * _count_frozen_tables(saved.names, shape)
     return AdapterPlan(
         method=adapter.method,
@@ -58,9 +59,7 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         targets=targets,
         num_trained_parameters=trained + saved.inside + saved.outside,
         num_frozen_parameters=shape.num_parameters - saved.inside - saved.outside,
-        num_quantized_parameters=sum(linear.count * linear.size for linear in frozen) + packed_experts
-        if quantized
-        else 0,
+        num_quantized_parameters=num_quantized,
         double_quant=quantized and adapter.double_quant,
         saved=modules,
         num_saved_inside=saved.inside,
@@ -134,11 +133,6 @@ def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: Mo
     if adapter.method == "dora":
         added += sum(linear.count * linear.out_features for linear in targeted)
     return added
-
-
-def _count_expert_adapter(adapter: "AdapterConfig", weight: ExpertShape) -> int:
-    """Parameters of A and B for all expert weights of a name: each expert has its own."""
-    return weight.count * weight.num_experts * adapter.r * (weight.rows + weight.columns)
 
 
 def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
