@@ -8,7 +8,7 @@ then complete on one machine, and does not depend on the others.
 
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -120,7 +120,7 @@ class Carrier:
                     for chunk in _read_chunks(self.writing(folder) / name):
                         dist.send(chunk, 0, group=self._group)
                 elif rank == 0:
-                    chunks = self._receive(sender, size)
+                    chunks = _chunks(size, partial(dist.recv, src=sender, group=self._group))
                     reason = _write_chunks(folder / name, chunks) or reason
         return self.discard(folder, reason)
 
@@ -153,8 +153,7 @@ class Carrier:
             local = checkpoint if mine else copy
             if not all(everywhere):
                 failure = self._broadcast(checkpoint.path, copy.path, wanted=not mine)
-        failures = [reason for reason in gather_objects(failure, self._group) if reason]
-        if failures:
+        if failures := [reason for reason in gather_objects(failure, self._group) if reason]:
             raise OSError(f"{checkpoint.path.name} could not be copied to every machine: {failures[0]}")
         return local, list(dict.fromkeys(chain(*gather_objects(faults, self._group))))
 
@@ -182,12 +181,6 @@ class Carrier:
             self._scratch.mkdir(parents=True)
         dist.barrier(self._group)
 
-    def _receive(self, sender: int, size: int) -> Iterator[Tensor]:
-        for length in _lengths(size):
-            chunk = torch.empty(length, dtype=torch.uint8)
-            dist.recv(chunk, sender, group=self._group)
-            yield chunk
-
     def _broadcast(self, source: Path, copy: Path, wanted: bool) -> str | None:
         """Send all files of a folder of rank 0 to one rank of each other machine. Returns why a write failed here."""
         rank, reason = dist.get_rank(), None
@@ -202,15 +195,9 @@ class Carrier:
                 for chunk in _read_chunks(source / name):
                     dist.broadcast(chunk, 0, group=self._receivers)
             else:
-                chunks = self._follow(size)
+                chunks = _chunks(size, partial(dist.broadcast, src=0, group=self._receivers))
                 reason = _write_chunks(copy / name if wanted else None, chunks) or reason
         return reason
-
-    def _follow(self, size: int) -> Iterator[Tensor]:
-        for length in _lengths(size):
-            chunk = torch.empty(length, dtype=torch.uint8)
-            dist.broadcast(chunk, 0, group=self._receivers)
-            yield chunk
 
 
 def _read_small(folder: Path) -> dict[str, bytes]:
@@ -226,18 +213,17 @@ def _holds(path: Path, manifest: bytes, part: tuple[int, int]) -> bool:
     return False
 
 
-def _lengths(size: int) -> Iterator[int]:
-    while size > 0:
-        yield min(size, CHUNK_BYTES)
-        size -= CHUNK_BYTES
+def _chunks(size: int, fill: Callable[[Tensor], object]) -> Iterator[Tensor]:
+    """Yield chunks of `size` bytes in total, each after `fill` has written its content."""
+    for start in range(0, size, CHUNK_BYTES):
+        chunk = torch.empty(min(size - start, CHUNK_BYTES), dtype=torch.uint8)
+        fill(chunk)
+        yield chunk
 
 
 def _read_chunks(path: Path) -> Iterator[Tensor]:
     with path.open("rb") as file:
-        for length in _lengths(path.stat().st_size):
-            chunk = torch.empty(length, dtype=torch.uint8)
-            file.readinto(chunk.numpy().data)
-            yield chunk
+        yield from _chunks(path.stat().st_size, lambda chunk: file.readinto(chunk.numpy().data))
 
 
 def _write_chunks(path: Path | None, chunks: Iterator[Tensor]) -> str | None:

@@ -207,15 +207,11 @@ def prune(folder: Path, keep_last: int, keep: Collection[int | None] = (), damag
 
     A checkpoint counts as intact if all its files exist with the right sizes and its step is not in `damaged`.
     """
-    checkpoints = find_checkpoints(folder)
-    whole = [
-        checkpoint.step
-        for checkpoint in checkpoints
-        if checkpoint.step not in damaged and not find_faults(checkpoint.path)
-    ]
+    steps = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(folder)}
+    whole = [step for step, checkpoint in steps.items() if step not in damaged and not find_faults(checkpoint.path)]
     oldest = whole[-keep_last] if len(whole) >= keep_last else 0
-    for checkpoint in checkpoints:
-        if checkpoint.step < oldest and checkpoint.step not in keep:
+    for step, checkpoint in steps.items():
+        if step < oldest and step not in keep:
             remove(checkpoint)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,17 +138,14 @@ def _attempt(action: Callable[[], None]) -> str | None:
     """Return why the action failed, to be shared with all ranks; None if it succeeded."""
     try:
         action()
-    except OSError as error:
-        return str(error.strerror or error)
-    except CheckpointError as error:
-        return str(error)
+    except (OSError, CheckpointError) as error:
+        return str(getattr(error, "strerror", None) or error)
     return None
 
 
 def _check_space(folder: Path, sizes: Mapping[str, int]) -> None:
-    num_bytes = sum(sizes.values())
+    num_bytes, free = sum(sizes.values()), shutil.disk_usage(folder).free
     needed = round(num_bytes * (1 + MARGIN_FRACTION)) + len(sizes) * MARGIN_BYTES_PER_TENSOR
-    free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs about {num_bytes:,} bytes ({needed:,} with a margin), and {free:,} are free on this "
@@ -175,11 +173,6 @@ class Retries:
     def is_needed(self) -> bool:
         """Whether the newest save that has ended failed."""
         return self._retry_at is not None
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the limit of consecutive failures is reached."""
-        return self.num_failures >= MAX_FAILURES
 
     def is_due(self, step: int) -> bool:
         """Whether a failed save must be retried after this step."""
@@ -261,10 +254,6 @@ _LONG_SECONDS = 10.0
 _ABANDONED_SECONDS = 3.0
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Ignore an event."""
-
-
 class CheckpointStore:
     """Saves a run's checkpoints in the background, one at a time, and keeps the newest few intact ones.
 
@@ -283,7 +272,7 @@ class CheckpointStore:
         folder: Path,
         keep_last: int,
         asynchronous: bool,
-        note: Callable[..., None] = _ignore,
+        note: Callable[..., None] = lambda *_, **__: None,
         uploads: "Uploads | None" = None,
         carry: "Callable[[dist.ProcessGroup], Carrier] | None" = None,
         new_group: Callable[[], dist.ProcessGroup] | None = None,
@@ -298,6 +287,8 @@ class CheckpointStore:
         self._group, self._control = form(), form()
         self._rank = dist.get_rank(self._group)
         self._carrier = None if carry is None else carry(self._group)
+        self._is_here = self._carrier is None or self._carrier.is_here
+        self._part = (self._rank, self._group.size()) if self._carrier is None else self._carrier.part
         self._stager = Stager()
         self._owned_elsewhere: set[str] = set()
         self._shapes: dict[str, torch.Tensor] = {}
@@ -324,8 +315,7 @@ class CheckpointStore:
         # `numel` of a DTensor is that of the full tensor.
         part = 1.0 if self._carrier is None else self._carrier.kept_fraction
         sizes = {name: round(part * copies * value.numel() * value.element_size()) for name, value in tensors.items()}
-        is_here = self._carrier is None or self._carrier.is_here
-        rehearse_save(self._folder, sizes, self._group, is_here)
+        rehearse_save(self._folder, sizes, self._group, self._is_here)
         self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
         self._stager.prepare(self._own(tensors))
         if self._carrier is not None:
@@ -349,9 +339,8 @@ class CheckpointStore:
         began = time.monotonic()
         self._retries.begin(step)
         self._tell("save", step)
-        checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
-        writing = self._folder / f".writing-{step:08d}"
-        target = writing if self._carrier is None else self._carrier.writing(writing)
+        writing = Checkpoint(step, self._folder / f".writing-{step:08d}")
+        target = writing.path if self._carrier is None else self._carrier.writing(writing.path)
         writer = FileSystemWriter(target, single_file_per_rank=True, sync_files=True)
         try:
             written = async_save(
@@ -361,7 +350,7 @@ class CheckpointStore:
             raise self._save_error(find_reason(error)) from error
         logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
         assert isinstance(written, Future)
-        self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
+        self._pending = self._publisher.submit(self._finish, began, written, writing, dict(state), keep)
         if not self.asynchronous:
             self.wait()
 
@@ -379,7 +368,7 @@ class CheckpointStore:
         if pending is not None:
             reason = pending.result()
             self._retries.end(failed=reason is not None)
-            if self._retries.is_exhausted:
+            if self._retries.num_failures >= MAX_FAILURES:
                 raise self._save_error(f"{reason}; it was the third consecutive failure")
         return not self._retries.is_needed
 
@@ -405,7 +394,10 @@ class CheckpointStore:
         self._publisher.shutdown()
         is_over = torch.tensor(0)
         while not is_over:
-            is_over.fill_(time_left() <= 0 or (self._is_publisher and self._await_uploads(time_left())))
+            is_over.fill_(
+                time_left() <= 0
+                or (self._is_publisher and (self._uploads is None or self._uploads.wait(min(time_left(), 1.0))))
+            )
             dist.all_reduce(is_over, dist.ReduceOp.MAX, group=self._control)
         if self._uploads is not None:
             self._uploads.tell_unfinished()
@@ -439,10 +431,10 @@ class CheckpointStore:
     def upload_newest(self, step: int, keep: int | None) -> None:
         """On rank 0, upload the checkpoint that a start resumes from, unless the store has it. Not collective."""
         if self._uploads is not None and step:
-            self._uploads.offer(Checkpoint(step, self._folder / f"step-{step:08d}"), keep, if_missing=True)
+            self._uploads.offer(self._published(step), keep, if_missing=True)
 
-    def _await_uploads(self, seconds: float) -> bool:
-        return self._uploads is None or self._uploads.wait(min(seconds, 1.0))
+    def _published(self, step: int) -> Checkpoint:
+        return Checkpoint(step, self._folder / f"step-{step:08d}")
 
     def newest(self, beyond: int = -1) -> Checkpoint | None:
         """Return the newest intact checkpoint, the same on every rank; damaged ones are skipped with a warning.
@@ -450,7 +442,8 @@ class CheckpointStore:
         Returns None if there is none with a step above `beyond`.
 
         All files are read and compared with their checksums, which takes as long as reading or hashing them. The ranks
-        divide the files: under an unchanged plan, each checks as many as it wrote.
+        divide the files: under an unchanged plan, each checks as many as it wrote. Without a shared folder, the ranks
+        of rank 0's machine verify all.
         """
         checkpoints = broadcast_object(find_checkpoints(self._folder) if self._is_publisher else [], self._group)
         for checkpoint in reversed([checkpoint for checkpoint in checkpoints if checkpoint.step > beyond]):
@@ -458,8 +451,8 @@ class CheckpointStore:
             if self._carrier is None and self._is_publisher:
                 complete(checkpoint.path)
             dist.barrier(self._group)
-            shares = gather_objects(self._find_faults(checkpoint), self._group)
-            faults = list(dict.fromkeys(fault for share in shares for fault in share))
+            mine = find_faults(checkpoint.path, True, *self._part, whole=self._carrier is None) if self._is_here else []
+            faults = list(dict.fromkeys(chain(*gather_objects(mine, self._group))))
             seconds = time.monotonic() - began
             if seconds > _LONG_SECONDS and self._is_publisher:
                 logger.info(f"Verifying the checksums of {checkpoint.path.name} took {seconds:.0f} s.")
@@ -472,12 +465,6 @@ class CheckpointStore:
             if self._is_publisher:
                 logger.warning(f"Skipping a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
         return None
-
-    def _find_faults(self, checkpoint: Checkpoint) -> list[str]:
-        """Verify this rank's share of the files. Without a shared folder the ranks of rank 0's machine verify all."""
-        if self._carrier is None:
-            return find_faults(checkpoint.path, True, self._rank, dist.get_world_size(self._group), whole=True)
-        return find_faults(checkpoint.path, True, *self._carrier.part) if self._carrier.is_here else []
 
     def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
         """Fill `tensors` in place, whatever plan wrote the checkpoint.
@@ -494,26 +481,25 @@ class CheckpointStore:
         return self._rank == 0
 
     def _finish(
-        self,
-        began: float,
-        written: "Future[Any]",
-        writing: Path,
-        checkpoint: Checkpoint,
-        state: dict[str, Any],
-        keep: int | None,
+        self, began: float, written: "Future[Any]", writing: Checkpoint, state: dict[str, Any], keep: int | None
     ) -> str | None:
         """In the thread, publish a save after all ranks have written. Returns why it failed, the same on every rank."""
-        mine = self._describe_written(written, writing)
+        mine = self._describe_written(written, writing.path)
+        checkpoint = self._published(writing.step)
         logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
         reports = gather_objects(mine, self._group)
         reason = next((report for report, _ in reports if report is not None), None)
         described = {name: entry for _, report in reports for name, entry in report.items()}
         if self._carrier is not None:
-            ends = reason is not None or self._send(Checkpoint(checkpoint.step, writing), state, mine[1], described)
-            reason = self._carrier.discard(writing, reason) if ends else self._carrier.collect(writing)
+            ends = reason is not None or self._send(writing, state, mine[1], described)
+            reason = self._carrier.discard(writing.path, reason) if ends else self._carrier.collect(writing.path)
         if self._is_publisher:
             if reason is None:
-                reason = self._publish(writing, checkpoint, state, described)
+                self._tell("publish", checkpoint.step)
+                try:
+                    publish(writing.path, checkpoint.path, state, described)
+                except Exception as error:
+                    reason = find_reason(error)
             if reason is None:
                 self._conclude(checkpoint, keep, time.monotonic() - began)
             else:
@@ -545,25 +531,14 @@ class CheckpointStore:
             try:
                 write_json(written.path / STATE, state)
                 write_manifest(written.path, described)
-                is_sent = self._uploads.finish(described)
-                if is_sent:
+                if self._uploads.finish(described):
                     write_json(written.path / ELSEWHERE, {"url": f"{self._carrier.store.url}/{folder}"})
+                    is_sent = True
             except Exception as error:
                 reason = find_reason(error)
         if reason is not None:
             logger.debug(f"checkpoint: step {written.step} is not uploaded by all machines: {reason}")
-        return broadcast_object(is_sent and reason is None, self._group)
-
-    def _publish(
-        self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: dict[str, Any]
-    ) -> str | None:
-        """On rank 0, publish the checkpoint. Returns why that failed, or None."""
-        self._tell("publish", checkpoint.step)
-        try:
-            publish(writing, checkpoint.path, state, described)
-        except Exception as error:
-            return find_reason(error)
-        return None
+        return broadcast_object(is_sent, self._group)
 
     def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
         """After a successful save, record the event and remove old checkpoints."""
