@@ -117,14 +117,13 @@ def newest_step(folder: Path) -> int | None:
 def is_metrics_row(row: Row) -> bool:
     """Whether a row is valid in metrics.jsonl: it has a kind and a step, and its numeric fields are numbers."""
     numbers = (row.get(name) for name in _NUMBERS)
-    sets, tasks = row.get("sets"), row.get("tasks")
     return (
         isinstance(row.get("kind"), str)
         and has_step(row)
         and all(value is None or isinstance(value, float) or is_number(value) for value in numbers)
         and all(
             named is None or (isinstance(named, dict) and all(isinstance(values, dict) for values in named.values()))
-            for named in (sets, tasks)
+            for named in (row.get("sets"), row.get("tasks"))
         )
     )
 

@@ -267,7 +267,9 @@ def initialize_adapter(
         if isinstance(module, LoraLayer):
             _initialize_lora(module, derive_seed(seed, f"{name}.lora_A"))
         elif isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
-            _initialize_tokens(module)
+            rows = whole(module.base_layer.weight)[module.token_indices[ADAPTER]]
+            write_part(module.trainable_tokens_delta[ADAPTER], rows)
+            write_part(module.trainable_tokens_original[ADAPTER], rows)
     return take_principal_parts(model, frozen_dtype) if adapter.init == "pissa" else {}
 
 
@@ -280,12 +282,6 @@ def _initialize_lora(layer: Any, seed: int) -> None:
         weight = whole(layer.get_base_layer().weight).float()
         norms = torch.linalg.norm(weight, dim=0 if layer.fan_in_fan_out else 1)
         write_part(layer.lora_magnitude_vector[ADAPTER].weight, norms)
-
-
-def _initialize_tokens(layer: Any) -> None:
-    rows = whole(layer.base_layer.weight)[layer.token_indices[ADAPTER]]
-    write_part(layer.trainable_tokens_delta[ADAPTER], rows)
-    write_part(layer.trainable_tokens_original[ADAPTER], rows)
 
 
 @torch.no_grad()

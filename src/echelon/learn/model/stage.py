@@ -57,8 +57,7 @@ class StageRange:
 
 def stage_ranges(layers_per_stage: Sequence[int]) -> list[StageRange]:
     """Return all stages, given the number of decoder layers of each."""
-    stops = [sum(layers_per_stage[: index + 1]) for index in range(len(layers_per_stage))]
-    count = len(layers_per_stage)
+    count, stops = len(layers_per_stage), itertools.accumulate(layers_per_stage)
     return [StageRange(index, count, stop - layers_per_stage[index], stop) for index, stop in enumerate(stops)]
 
 

@@ -365,7 +365,7 @@ class ObjectiveModule(nn.Module):
         self.vocabulary_ranks = vocabulary_ranks
         self.of_chunk: LossAndGradient = loss_and_gradient
         """The loss and the gradient of a chunk of cross-entropy: see `chunked_loss_sum`."""
-        self.prepare_loss: Callable[[LossFn], LossFn] = _unchanged
+        self.prepare_loss: Callable[[LossFn], LossFn] = lambda function: function
         """Returns a loss function as it runs: itself, or compiled."""
         # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
         # module's parameters.
@@ -404,7 +404,3 @@ def _of_tokens(value: Tensor, labels: Tensor) -> Tensor:
     """Return an extra's value of each token, [tokens, ...]: that of the sequence if it has one per sequence."""
     value = value.unsqueeze(1) if value.dim() == 1 else value
     return value.expand(*labels.shape, *value.shape[2:]).flatten(0, 1)
-
-
-def _unchanged(function: LossFn) -> LossFn:
-    return function
