@@ -207,9 +207,10 @@ class OneOf:
         return named if not self._outside else {"anyOf": [named, outside]} if self.own else outside
 
     def _check(self, name: str) -> str:
-        names = [part for part in chain(*self._names) if part not in self._hidden]
-        if name in names or (self._outside and EXTENSION.fullmatch(name)):
+        is_known = name not in self._hidden and any(name in names for names in self._names)
+        if is_known or (self._outside and EXTENSION.fullmatch(name)):
             return name
+        names = [part for part in chain(*self._names) if part not in self._hidden]
         *known, last = [*names, *(["package.module:Name"] if self._outside else [])]
         raise PydanticCustomError("name", f"{', '.join(known)} or {last}" if known else last)
 
