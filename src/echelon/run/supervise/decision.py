@@ -14,7 +14,17 @@ from pathlib import Path
 from echelon.ground.hosts import HostGroup
 from echelon.ground.stored import open_to_append
 from echelon.ground.variables import read_environment
-from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, SAME_FAILURES, STOPPED, Cause, Likelihood, Outcome
+from echelon.run.supervise.outcome import (
+    DONE,
+    FAILED,
+    REFUSED,
+    SAME_FAILURES,
+    STOPPED,
+    Cause,
+    Likelihood,
+    Outcome,
+    name_machine,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +72,7 @@ class Restarts:
 
 def note_bad_machines(hosts: Iterable[str], ends: bool) -> None:
     """Tell whoever starts the machines of this job which ones are lost or bad. `ends`: for that the job ends."""
-    names = sorted({host.partition(" ")[0] for host in hosts})  # without the part that tells equal names apart
+    names = sorted(set(map(name_machine, hosts)))
     if names and (path := read_environment().get(_BAD_MACHINES_VARIABLE)):
         with suppress(OSError), open_to_append(Path(path)) as file:
             file.write("".join(f"{name} {'ends' if ends else 'left'}\n" for name in names).encode())

@@ -96,6 +96,11 @@ class ProcessDeath:
     time: float
 
 
+def name_machine(host: str) -> str:
+    """The name of a machine, without the part that tells equal names apart."""
+    return host.partition(" ")[0]
+
+
 @dataclass(frozen=True)
 class RankExit:
     """How a process has ended, as the agent of its machine tells the keeper.

@@ -24,6 +24,7 @@ from echelon.run.supervise.outcome import (
     ProcessDeath,
     RankExit,
     describe_ending,
+    name_machine,
     read_outcomes,
     write_outcome,
 )
@@ -270,8 +271,7 @@ class ReplicaKeeper:
         number, death = replica.number, cause.death
         ending = describe_ending(death)
         if cause.host != self._meeting.host:
-            machine = cause.host.partition(" ")[0]
-            ending = f"{ending}{'' if cause.code == MACHINE_LOST else ' on'} {machine}"
+            ending = f"{ending}{'' if cause.code == MACHINE_LOST else ' on'} {name_machine(cause.host)}"
         self._failed_starts[number] = 0 if replica.has_state else self._failed_starts[number] + 1
         if self._view is not None and replica.members[0] in self._view.members:
             self._board.end(self._view.number)
