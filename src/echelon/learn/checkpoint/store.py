@@ -394,10 +394,7 @@ class CheckpointStore:
         self._publisher.shutdown()
         is_over = torch.tensor(0)
         while not is_over:
-            is_over.fill_(
-                time_left() <= 0
-                or (self._is_publisher and (self._uploads is None or self._uploads.wait(min(time_left(), 1.0))))
-            )
+            is_over.fill_(time_left() <= 0 or (self._is_publisher and self._await_uploads(time_left())))
             dist.all_reduce(is_over, dist.ReduceOp.MAX, group=self._control)
         if self._uploads is not None:
             self._uploads.tell_unfinished()
@@ -432,6 +429,9 @@ class CheckpointStore:
         """On rank 0, upload the checkpoint that a start resumes from, unless the store has it. Not collective."""
         if self._uploads is not None and step:
             self._uploads.offer(self._published(step), keep, if_missing=True)
+
+    def _await_uploads(self, seconds: float) -> bool:
+        return self._uploads is None or self._uploads.wait(min(seconds, 1.0))
 
     def _published(self, step: int) -> Checkpoint:
         return Checkpoint(step, self._folder / f"step-{step:08d}")
@@ -495,11 +495,7 @@ class CheckpointStore:
             reason = self._carrier.discard(writing.path, reason) if ends else self._carrier.collect(writing.path)
         if self._is_publisher:
             if reason is None:
-                self._tell("publish", checkpoint.step)
-                try:
-                    publish(writing.path, checkpoint.path, state, described)
-                except Exception as error:
-                    reason = find_reason(error)
+                reason = self._publish(writing.path, checkpoint, state, described)
             if reason is None:
                 self._conclude(checkpoint, keep, time.monotonic() - began)
             else:
@@ -520,6 +516,15 @@ class CheckpointStore:
             return None, describe_files(list_files(mine, f"__{self._rank}_*"))
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             return find_reason(error), {}
+
+    def _publish(self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: Files) -> str | None:
+        """On rank 0, publish the checkpoint. Returns why that failed, or None."""
+        self._tell("publish", checkpoint.step)
+        try:
+            publish(writing, checkpoint.path, state, described)
+        except Exception as error:
+            return find_reason(error)
+        return None
 
     def _send(self, written: Checkpoint, state: dict[str, Any], mine: Files, described: Files) -> bool:
         """Upload a checkpoint from all machines at once. Returns whether that worked; if not, rank 0 collects it."""
