@@ -202,7 +202,7 @@ def test_a_killed_ray_worker_takes_its_agent_along_and_is_replaced(desk):
     desk.write({"nodes": 1}, train={"steps": 600, "log_every": 500}, checkpoint={"every": 20})
     job = desk.launch()
     desk.await_step(30, job)
-    workers = [process for process in psutil.process_iter() if process.name().startswith("ray::Machine")]
+    workers = [process for process in psutil.process_iter() if process.name().startswith("ray::RayMachine")]
     # Another Ray on this machine has its own folder.
     [worker] = [process for process in workers if Path(process.cwd()).is_relative_to(desk.cluster.folder)]
     agents = worker.children(recursive=True)

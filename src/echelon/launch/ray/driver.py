@@ -322,22 +322,43 @@ class DriverJob:
         for restart in range(self._order.max_restarts + 1):
             if restart:
                 say(f"restart {restart} of {self._order.max_restarts}, because a machine was lost")
-            if not self._crew.gather(self._stops):
+            if (polls := self._begin()) is None:
                 return STOPPED if self._stops else FAILED
-            code = self._train()
+            code = self._train(polls)
             was_lost = any(seat.lost for seat in self._crew.seats)
             if code != FAILED or not was_lost or self._stops:
                 return code
         return FAILED
 
-    def _train(self) -> int:
-        """Run an agent in every seat until all have ended; returns the exit code that those at the end agree on."""
+    def _begin(self) -> dict[Any, Seat] | None:
+        """Start the agents once the machines are there; None if Ray does not find them, or the job is stopped.
+
+        For some seconds Ray may offer a machine that is lost.
+        """
         import ray
 
-        crew = self._crew
-        self._rendezvous = ""
-        polls = self._start(crew.seats)
-        asked = False
+        until = time.monotonic() + self._order.wait_seconds
+        while self._crew.gather(self._stops):
+            present = self._occupy(self._crew.seats)
+            if len(present) >= self._order.fewest:
+                self._rendezvous = ""
+                return self._start(present)
+            for seat in present:
+                ray.kill(seat.actor)
+            if time.monotonic() > until:
+                say(f"Ray offers machines that are lost, since {self._order.wait_seconds:g} s", own="echelon")
+                return None
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def _train(self, polls: dict[Any, Seat]) -> int:
+        """Wait until all agents have ended; returns the exit code that those at the end agree on.
+
+        `polls`: the seats with agents, each by its pending poll.
+        """
+        import ray
+
+        crew, asked = self._crew, False
         while polls:
             for poll in ray.wait(list(polls), timeout=_LOOK_SECONDS)[0]:
                 seat = polls.pop(poll)
@@ -351,12 +372,12 @@ class DriverJob:
             if self._order.fewest < self._order.most and not is_ending:
                 seats = crew.find_more()
                 crew.seats += seats
-                polls |= self._start(seats)
+                polls |= self._start(self._occupy(seats))
         codes = [seat.code for seat in crew.seats if seat.code is not None]
         return next((code for code in (DONE, STOPPED, REFUSED) if code in codes), FAILED)
 
-    def _start(self, seats: Sequence[Seat]) -> dict[Any, Seat]:
-        """Start the agents of these seats; returns the pending poll of each."""
+    def _occupy(self, seats: Sequence[Seat]) -> list[Seat]:
+        """Start a Ray worker in each of these seats; returns those whose machine has answered."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -376,7 +397,10 @@ class DriverJob:
                 seat.host, seat.address, seat.node, seat.port = ray.get(answer, timeout=self._order.wait_seconds)
             except ray.exceptions.RayError as error:
                 self._lose(seat, error)
-        present = [seat for seat in seats if not seat.lost]
+        return [seat for seat in seats if not seat.lost]
+
+    def _start(self, present: Sequence[Seat]) -> dict[Any, Seat]:
+        """Start the agents of these seats; returns the pending poll of each."""
         if not self._rendezvous and present:
             self._rendezvous = f"{present[0].address}:{present[0].port}"
             hosts = ", ".join(map(self._crew.name, present))
