@@ -29,6 +29,9 @@ UNLIMITED_READERS = {
 }  # fmt: skip
 # Where choices are table rows; the training loop must not know which one was made.
 NAMELESS_ROOM = "run.training"
+PRIVATE = {
+    "_world", "_register_backend", "_set_default_backend", "_get_backend", "_device_types", "_set_default_timeout",
+}  # fmt: skip
 
 
 def list_choices() -> set[str]:
@@ -156,6 +159,11 @@ def test_files_of_strangers_are_read_within_limits():
 
 def test_a_module_logs_under_its_own_name():
     assert not [found for module in ECHELON for found in find_odd_loggers(module)]
+
+
+def test_private_parts_of_the_groups_of_torch_are_named_in_one_module():
+    named = [(module, node) for module in ECHELON for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+    assert {module.short for module, node in named if node.attr in PRIVATE} == {"learn.distributed.torch_internals"}
 
 
 def test_no_todo_without_an_issue():

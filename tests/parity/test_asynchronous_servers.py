@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from echelon.learn.distributed.membership import close_connections
+from echelon.learn.distributed.torch_internals import close_connections
 from echelon.learn.sync.pushes import Kind, receive
 from echelon.run.supervise.outcome import is_secondary
 from tests.parity.push_oracle import replay

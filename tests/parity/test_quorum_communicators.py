@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.distributed.transport import end_waits
 from echelon.run.lifecycle import view_group
 from echelon.run.lifecycle.view_group import Inside, LossWatch, ViewMembership, form_inside

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from echelon.learn.distributed.joint_group import OpenStep
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.sync.pushes import Kind, Request, await_message, await_reply, post, receive, reply
 from echelon.run.lifecycle import view_group as module
 from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside

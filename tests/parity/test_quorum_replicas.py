@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.model.sharding import local_part
 from echelon.run.training.replica_state import heal, hold
 from tests.parity.training import (

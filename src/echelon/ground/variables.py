@@ -41,12 +41,17 @@ SYSTEM_VARIABLE = "ECHELON_SYSTEM_ROOT"
 
 @dataclass(frozen=True)
 class Place:
-    """This process's ranks, as set by the launcher, before any process group exists."""
+    """This process's ranks, as set by the launcher: `rank` of all, `local_rank` of those on the machine."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.world_size == self.local_world_size
 
 
 def read_place(env: Mapping[str, str], keys: tuple[str, str, str, str]) -> Place:

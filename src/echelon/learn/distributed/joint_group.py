@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from echelon.learn.distributed.membership import Membership, close_connections
-from echelon.learn.distributed.mesh import Grid, Meshes, all_reduce
-from echelon.planner.plan import ParallelPlan
+from echelon.learn.distributed.mesh import all_reduce
+from echelon.learn.distributed.torch_internals import add_backend, close_connections, enlist, strike_off
 
 if TYPE_CHECKING:
     from echelon.learn.distributed.transport import Communicator
@@ -126,26 +123,19 @@ class JointGroup(dist.ProcessGroup):
             self._plain = _wrap(plain, backend, name)
             _wrap(self, backend, name)
             if communicator is None:
-                plain._register_backend(_GPU, dist.ProcessGroup.BackendType.GLOO, backend)
+                add_backend(plain, _GPU, backend)
             else:
                 communicator.connect(plain)
-        self._backend = backend
 
     def enlist(self, places: Mapping[int, int], store: Store) -> None:
         """Make torch's functions accept this group. `places`: ranks of the default group, with their ranks in this."""
         others = [rank for rank in range(self.size()) if rank not in places.values()]
         strangers = range(dist.get_world_size(), dist.get_world_size() + len(others))
-        c10d._world.pg_group_ranks[self] = {**places, **dict(zip(strangers, others, strict=True))}
-        c10d._world.pg_map[self] = ("gloo", store)
+        enlist(self, {**places, **dict(zip(strangers, others, strict=True))}, store)
 
     def leave(self) -> None:
         """Drop what torch knows of this group. Not collective."""
-        for table in (c10d._world.pg_group_ranks, c10d._world.pg_map):
-            table.pop(self, None)
-
-    def be_patient(self, seconds: float) -> None:
-        """Set the timeout of operations; the first one was that of the connection."""
-        self._backend._set_default_timeout(timedelta(seconds=seconds))
+        strike_off(self)
 
     def close(self) -> None:
         """End all waits in this group, here and in the other processes. Not collective."""
@@ -206,27 +196,6 @@ def together(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     return group.together() if isinstance(group, JointGroup) else nullcontext()
 
 
-def join_replicas(
-    inside: Meshes, plan: ParallelPlan, everyone: dist.ProcessGroup, outer: dist.ProcessGroup, membership: Membership
-) -> Meshes:
-    """The meshes of a replica, which has the default group for itself, among the replicas of a view.
-
-    Args:
-        plan: that of all replicas.
-        everyone: all ranks of the view, replica after replica.
-        outer: the ranks of the view with this rank's index in their replica.
-    """
-    grid = Grid(plan)
-    return replace(
-        inside,
-        grid=grid,
-        place=grid.place(dist.get_rank(everyone)),
-        everyone=everyone,
-        outer=outer if plan.num_replicas > 1 else None,
-        membership=membership,
-    )
-
-
 @contextmanager
 def _together(own: dist.ProcessGroup | None, close: Callable[[], None]) -> Iterator[None]:
     """A scope that fails on all ranks of a replica if it fails on one of them. Collective over `own`.
@@ -253,8 +222,6 @@ def _together(own: dist.ProcessGroup | None, close: Callable[[], None]) -> Itera
 
 def _wrap(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo, name: str) -> dist.ProcessGroup:
     """Have a group use a backend, and carry a name, under which what it sends is counted."""
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(_CPU, kind, backend)
-    group._set_default_backend(kind)
+    add_backend(group, _CPU, backend, is_default=True)
     group._set_group_desc(name)
     return group

@@ -26,20 +26,11 @@ COLLECTIVE_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The ranks of this process: `rank` of `world_size` globally, `local_rank` of `local_world_size` on the machine."""
+class Runtime(Place):
+    """The ranks of this process in its process group."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
     device: "torch.device"
     backend: str
-
-    @property
-    def is_one_machine(self) -> bool:
-        """Whether all ranks are on this machine."""
-        return self.world_size == self.local_world_size
 
 
 def use_deterministic_algorithms() -> None:

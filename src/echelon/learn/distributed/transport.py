@@ -8,9 +8,8 @@ The part for NCCL is tested with a fake in its place: no machine with two GPUs h
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from echelon.ground.variables import NCCL_LIMITS, Place, set_variables
-from echelon.learn.distributed.membership import close_connections
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, choose_device
+from echelon.learn.distributed.torch_internals import add_backend, close_connections, find_backends, list_groups
 
 _GPU = torch.device("cuda")
 _ABORTED = "NCCL communicator was aborted: a process of this group is lost"
@@ -76,7 +75,7 @@ class Communicator:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         self._backend = dist.ProcessGroupNCCL(PrefixStore("gpus", self.store), group.rank(), group.size(), options)
-        group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._backend)
+        add_backend(group, self.device, self._backend)
         self.run(lambda: group.allreduce([torch.zeros(1, device=self.device)], dist.AllreduceOptions()))
 
     def run(self, operate: Callable[[], dist.Work]) -> None:
@@ -98,15 +97,12 @@ class Communicator:
             self._backend = None
 
 
-def end_waits(groups: Iterable[dist.ProcessGroup]) -> None:
+def end_waits() -> None:
     """End all waits in groups that torch has formed, here and, over gloo, in the other processes. Not collective."""
-    groups = list(groups)
+    groups = list_groups()
     for group in groups:
         close_connections(group)
-    backends = []
-    for group in groups:
-        with suppress(RuntimeError):  # it has none for GPUs
-            backends.append(group._get_backend(_GPU))
+    backends = [backend for group in groups for backend in find_backends(group)]
     aborts = [backend.abort for backend in backends if backend.name() == "nccl"]
     if aborts:  # all at once: a kernel of one may wait for that of another
         with ThreadPoolExecutor(len(aborts)) as pool:

@@ -14,7 +14,10 @@ from echelon.recipe.synchronization import SyncConfig
 
 
 class EveryStep(Synchronizer):
-    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite."""
+    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite.
+
+    Synchronizers that agree in another way override what they do differently.
+    """
 
     lag = 1
 

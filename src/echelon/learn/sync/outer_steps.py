@@ -4,7 +4,7 @@ Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); Do
 (arXiv:2311.08105), algorithm 1.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +20,8 @@ from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.replica_names import replica_name
 from echelon.learn.reduction import build_reducer
 from echelon.learn.reduction.reducer import divide, flatten, write_back
-from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
+from echelon.learn.sync.every_step import EveryStep
+from echelon.learn.sync.synchronizer import Replica, StateFill
 from echelon.planner.plan import build_sync_plan
 from echelon.recipe.synchronization import SyncConfig
 
@@ -29,7 +30,7 @@ from echelon.recipe.synchronization import SyncConfig
 _KEPT = 0.5
 
 
-class OuterSteps(Synchronizer):
+class OuterSteps(EveryStep):
     """Replicas have the same weights after every `sync.every`-th step; a checkpoint has those weights as the model.
 
     The outer gradient is the agreed weights minus those of a replica, and its mean over the replicas is applied with
@@ -38,14 +39,11 @@ class OuterSteps(Synchronizer):
     divided in any way.
     """
 
-    lag = 1
-
     def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
+        super().__init__(config, replica, meshes)
         assert meshes.outer is not None
         self._config = config
-        self._replica = replica
         self._index = meshes.place["replica"]
-        self._share = DataShare(meshes.data_rank, meshes.data_size)
         self._agreed = {name: weight.clone() for name, weight in replica.weights().items()}
         self._momentum = _zeros(self._agreed) if config.outer_momentum else {}
         # The sum of the outer gradients that will be applied after the next step.
@@ -56,25 +54,6 @@ class OuterSteps(Synchronizer):
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="outer-gradients") if config.overlap else None
         self._device = torch.device("cpu" if config.overlap else meshes.device_type)
         self._reducer = build_reducer(build_sync_plan(config), self._agreed, self._group)
-
-    @override
-    def shares(self, step: int) -> Iterable[DataShare]:
-        """The same at every step: each replica reads its part of every batch."""
-        return (self._share,)
-
-    @override
-    def clip(self, step: int, num_targets: Tensor, max_norm: float | None) -> Tensor:
-        return self._replica.clip(max_norm)
-
-    @override
-    def should_commit(self, grad_norm: Tensor) -> Tensor:
-        """Whether the norm of this replica is finite."""
-        return torch.isfinite(grad_norm)
-
-    @override
-    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
-        """Each replica steps on its own."""
-        self._replica.step(learning_rate, commit)
 
     @torch.no_grad()
     @override

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from echelon.learn.distributed.membership import Membership, ViewChanged, close_connections
-from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.mesh import Membership, Meshes, ViewChanged
+from echelon.learn.distributed.torch_internals import close_connections
 from echelon.learn.optimizer import divide_names
 from echelon.learn.reduction.reducer import write_back
+from echelon.learn.sync.every_step import EveryStep
 from echelon.learn.sync.pushes import Kind, Pusher, Request, Taken, await_message, await_reply, post
-from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill, Synchronizer
+from echelon.learn.sync.synchronizer import DataShare, Replica, StateFill
 from echelon.learn.sync.weight_server import Server
 from echelon.recipe.synchronization import SyncConfig
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 _FREE_LAG = 32
 
 
-class ParameterServer(Synchronizer):
+class ParameterServer(EveryStep):
     """Every process is a worker; the first `sync.servers` of them own disjoint parts of the weights, by bytes, as well.
 
     With `sync.max_staleness: 0` a step waits for all workers. Its gradients are added up at their servers and clipped
@@ -42,10 +43,10 @@ class ParameterServer(Synchronizer):
     """
 
     def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
+        super().__init__(config, replica, meshes)
         assert replica.served is not None
         self._membership = membership = meshes.membership
         self._config = config
-        self._replica = replica
         self._served = replica.served
         self._waits = config.max_staleness == 0
         num_shares = meshes.data_size if self._waits or membership is None else membership.num_replicas
@@ -105,11 +106,6 @@ class ParameterServer(Synchronizer):
         return norm
 
     @override
-    def should_commit(self, grad_norm: Tensor) -> Tensor:
-        """Whether the norm is finite; that of the sum over all workers is so for each of them."""
-        return torch.isfinite(grad_norm)
-
-    @override
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Apply or drop the sum, if this process is a server; or push gradients that are applied alone.
 
@@ -124,11 +120,6 @@ class ParameterServer(Synchronizer):
             self._push(Kind.UPDATE, step, (self._share.rank, learning_rate))
         self._pusher.settle(commit)
         self._replica.step(learning_rate, commit)
-
-    @override
-    def end_step(self, step: int, is_last: bool) -> bool:
-        """Nothing to settle."""
-        return True
 
     @override
     def agreed(self) -> AbstractContextManager[None]:
@@ -147,11 +138,6 @@ class ParameterServer(Synchronizer):
         self._drain()
         fill(self.tensors(engine_state))
         self._served.take(self._replica.weights())
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """No state."""
-        return {}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.ground.errors import TrainingError
-from echelon.learn.distributed.membership import close_connections
+from echelon.learn.distributed.torch_internals import close_connections
 from echelon.learn.optimizer import Served, clip_gradients, global_norm
 from echelon.learn.reduction.reducer import flatten, write_back
 from echelon.learn.sync.pushes import Kind, PushCode, Request, Taken, receive, reply

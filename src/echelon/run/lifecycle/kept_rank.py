@@ -8,102 +8,59 @@ form the next group, and go on from the newest snapshot in memory, or else from 
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from typing_extensions import override
 
-from echelon.ground.errors import LaunchError, StoppedError
 from echelon.ground.hosts import limit_silence_of
-from echelon.ground.launch_environment import LastEnd, is_gpu_private
-from echelon.ground.stop_request import StopRequest
+from echelon.ground.launch_environment import LastEnd
 from echelon.ground.variables import Place
 from echelon.learn.checkpoint.snapshot import SnapshotsByStep
-from echelon.learn.distributed.membership import ViewChanged
-from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, Runtime, leave_groups
-from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport, end_waits
+from echelon.learn.distributed.mesh import ViewChanged
+from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, leave_groups
+from echelon.learn.distributed.torch_internals import count_groups_anew, find_backends, set_timeout
+from echelon.learn.distributed.transport import end_waits
 from echelon.planner.plan import load_plan
 from echelon.recipe.document import Recipe
-from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.rank_run import conduct
-from echelon.run.lifecycle.replica import Wait
-from echelon.run.lifecycle.view_group import CONNECT_SECONDS, LossWatch, ViewStore, join_board
-from echelon.run.supervise.board import MembershipStore, View, await_true
-from echelon.run.supervise.outcome import LOST_SECONDS, SAME_FAILURES, is_secondary
+from echelon.run.lifecycle.replica import LivingProcess, Wait
+from echelon.run.lifecycle.view_group import CONNECT_SECONDS, LossWatch, ViewStore, raise_change
+from echelon.run.supervise.board import MembershipStore, View
+from echelon.run.supervise.outcome import LOST_SECONDS, SAME_FAILURES
 from echelon.run.training.callbacks import build_callbacks
-from echelon.run.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
 # The mark on the board of a plan that has trained.
 _TRIED = "tried", "plan"
-# How long the keeper may take to notice a death that this rank has met as an error; of a machine, once it is silent.
-# Where the other one has reported an error instead, the keeper ends this rank meanwhile.
-_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 30.0, 2.0, 30.0 + LOST_SECONDS
 
 
 @dataclass
-class KeptRank:
-    """A process of a run, from its start to the end of the run.
+class KeptRank(LivingProcess):
+    """A rank of a run whose lost processes are replaced, while the others wait."""
 
-    Attributes:
-        place: its place in the job.
-        member: the name of this process.
-        build_heart: builds the watchdog of hangs of a group.
-    """
-
-    folder: RunFolder
-    place: Place
-    member: str
-    stop: StopRequest
-    build_heartbeat: Callable[[Runtime], Heartbeat]
     _held: SnapshotsByStep = field(default_factory=SnapshotsByStep)
-    _transport: Transport = ON_CPU
+    # Of losses in a row: then all start again.
+    _MOST_IN_VAIN = SAME_FAILURES
 
-    def train(self) -> None:
-        """Train until the run has ended, in one group after the other.
-
-        Raises StoppedError when a rank was asked to stop, and the run is saved; LaunchError, which restarts all, when
-        losses leave it no time to advance; or another error of a training.
-        """
-        recipe, _ = load_recipe(self.folder.recipe_path)
-        self._transport = choose_transport(self.place, is_gpu_private())
-        board, store = join_board()
-        board.tell_ready(self.member)
-        number, furthest, num_in_vain = -1, -1, 0
-        wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
-        while True:
-            view = board.await_view(number, self.member, wait.look)
-            number = view.number
-            with RankGroup(board, store, view, self.place, self._transport.backend) as group:
-                step = self._train_in(group, recipe, wait)
-            if step is None:
-                return
-            num_in_vain = 0 if step > furthest else num_in_vain + 1
-            furthest = max(furthest, step)
-            if num_in_vain == SAME_FAILURES:
-                raise LaunchError(
-                    f"a process was lost {SAME_FAILURES} times in a row before the run came beyond step "
-                    f"{max(0, furthest)}; {self.folder.events_path} and the logs in {self.folder.logs_dir} say which."
-                )
-            wait.begin(self.build_heartbeat(self._runtime()))
+    @override
+    def _train_until(self, board: MembershipStore, store: Store, view: View, wait: Wait) -> int | None:
+        with RankGroup(board, store, view, self.place, self._transport.backend) as group:
+            return self._train_in(group, self._recipe, wait)
 
     def _train_in(self, group: "RankGroup", recipe: Recipe, wait: Wait) -> int | None:
         """Train in a group; None when the run has ended, else the number of finished steps. Collective."""
-        trainer, runtime = None, self._runtime()
+        trainer, runtime = None, self._runtime(self.place.rank, self.place.world_size)
         is_first = runtime.rank == 0
         try:
             group.form()
             wait.end()
-            is_known = group.board.is_marked(*_TRIED)
-            loss = group.find_loss() if is_first else None
-            callbacks = build_callbacks(recipe.train.callbacks) if is_first else ()
             heartbeat = self.build_heartbeat(runtime)
             trainer = build_trainer(
                 recipe,
@@ -112,10 +69,10 @@ class KeptRank:
                 runtime,
                 stop=self.stop,
                 heartbeat=heartbeat,
-                callbacks=callbacks,
+                callbacks=build_callbacks(recipe.train.callbacks) if is_first else (),
                 memory=self._held,
-                loss=loss,
-                is_known=is_known,
+                loss=group.find_loss() if is_first else None,
+                is_known=group.board.is_marked(*_TRIED),
             )
             group.board.mark("trains", self.member)
             dist.barrier()
@@ -137,22 +94,17 @@ class KeptRank:
         trainer.saver.snapshots.drop()
         return trainer.state.step
 
-    def _runtime(self) -> Runtime:
-        place, device, backend = self.place, self._transport.device, self._transport.backend
-        return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
 
-
+@dataclass
 class RankGroup:
     """The process groups of all ranks until one of them is lost."""
 
-    def __init__(self, board: MembershipStore, store: Store, view: View, place: Place, backend: str) -> None:
-        self.board = board
-        self.view = view
-        self._place = place
-        self._backend = backend
-        self._closing = threading.Lock()
-        # torch does not refer to a store that is a Python object.
-        self._store = ViewStore(PrefixStore(f"ranks/{view.number}", store), self._is_over)
+    board: MembershipStore
+    store: Store
+    view: View
+    place: Place
+    backend: str
+    _closing: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> "RankGroup":
         """Begin to watch for losses."""
@@ -161,21 +113,18 @@ class RankGroup:
 
     def form(self) -> None:
         """Form the default process group. Collective. Raises ViewChanged, or an error, if a rank is lost meanwhile."""
-        place, timeout = self._place, timedelta(seconds=CONNECT_SECONDS)
-        # torch finds the others by this number, which also counts a group that a loss has kept from being formed.
-        c10d._world.group_count = 0
+        place, timeout = self.place, timedelta(seconds=CONNECT_SECONDS)
+        # torch does not refer to a store that is a Python object.
+        self._store = ViewStore(PrefixStore(f"ranks/{self.view.number}", self.store), self._is_over)
+        count_groups_anew()
         dist.init_process_group(
-            self._backend, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
+            self.backend, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
         assert dist.group.WORLD is not None
-        for device in dist.group.WORLD._device_types:
-            dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
-        if self._is_spread:
+        for group_backend in find_backends(dist.group.WORLD):
+            set_timeout(group_backend, COLLECTIVE_SECONDS)
+        if not place.is_one_machine:
             limit_silence_of(None, LOST_SECONDS)
-
-    @property
-    def _is_spread(self) -> bool:
-        return self._place.local_world_size < self._place.world_size
 
     def _is_over(self) -> bool:
         return self.board.is_over(self.view.number)
@@ -186,19 +135,13 @@ class RankGroup:
         return LastEnd(min(times), None) if times else None
 
     def raise_loss(self, error: BaseException) -> None:
-        """Raise ViewChanged if an error comes from a loss. Waits a moment for the keeper to notice it."""
-        if isinstance(error, ViewChanged):
-            raise error
-        if isinstance(error, KeyboardInterrupt | SystemExit | StoppedError):
-            return
-        usual = _MACHINE_NOTICE_SECONDS if self._is_spread else _NOTICE_SECONDS
-        if await_true(self._is_over, usual if is_secondary(error) else _SHORT_NOTICE_SECONDS):
-            raise ViewChanged from error
+        """Raise ViewChanged if an error comes from a loss; see `raise_change`."""
+        raise_change(error, self._is_over, self.place.is_one_machine)
 
     def close(self) -> None:
         """End all waits in the groups, here and in the other processes. Not collective."""
         with self._closing:
-            end_waits(c10d._world.pg_map)
+            end_waits()
 
     def __exit__(self, *error: object) -> None:
         """Leave the groups, of which the caller must have dropped what it built in them."""

@@ -9,7 +9,7 @@ from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stop_request import StopRequest, read_stop_file
 from echelon.ground.variables import find_cache_dir, read_environment
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.model.compilation import compilations_told, describe_graph_breaks, describe_recompiles
 from echelon.planner.plan import ParallelPlan

@@ -1,27 +1,27 @@
-"""A process of a replica of a quorum, or a worker of parameter servers: it goes on when another replica is lost.
+"""A process that goes on when another one is lost: that of a replica, which may be a worker of parameter servers.
 
 The processes of a replica build its engine among themselves, then join the others in a view, train there until the view
 ends, and join the next one.
 """
 
-import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from echelon.ground.errors import LaunchError, TrainingError
 from echelon.ground.launch_environment import is_gpu_private
 from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import Place
-from echelon.learn.distributed.joint_group import join_replicas
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.distributed.runtime import Runtime
-from echelon.learn.distributed.transport import ON_CPU, Transport, choose_transport
-from echelon.learn.learner import Learner
-from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.learn.distributed.transport import choose_transport
+from echelon.planner.plan import load_plan
 from echelon.planner.replica_limits import resize
-from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.recovery import RecoveryWatch
@@ -29,28 +29,22 @@ from echelon.run.lifecycle.assemble import assemble
 from echelon.run.lifecycle.rank_run import conduct
 from echelon.run.lifecycle.run_learner import build_run_learner
 from echelon.run.lifecycle.run_records import record_changes
-from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside, join_board
-from echelon.run.supervise.board import FIRST_MEMBER, split_member
+from echelon.run.lifecycle.view_group import Inside, ViewMembership, form_inside, join_board, join_replicas
+from echelon.run.supervise.board import FIRST_MEMBER, MembershipStore, View, split_member
 from echelon.run.training.callbacks import build_callbacks
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.replica_state import HeldState, hold
 from echelon.run.training.trainer import Trainer
 
-logger = logging.getLogger(__name__)
-
-# So many views in a row may end before a step was finished in one of them.
-_MAX_FRUITLESS_VIEWS = 20
-
 
 @dataclass
-class ReplicaProcess:
-    """A process of a replica of a run, from its start to the end of the run.
+class LivingProcess(ABC):
+    """A process of a run that goes on when another one is lost: it trains in one view after the other.
 
     Attributes:
-        place: its place among the processes of all replicas.
+        place: its place among all processes.
         member: the name of this process.
-        build_heart: builds the watchdog of hangs of a view.
-        show: makes this process write to the user's console, as the first rank of a view does.
+        build_heartbeat: builds the watchdog of hangs of a view.
     """
 
     folder: RunFolder
@@ -58,89 +52,123 @@ class ReplicaProcess:
     member: str
     stop: StopRequest
     build_heartbeat: Callable[[Runtime], Heartbeat]
-    show: Callable[[], None]
-    _transport: Transport = ON_CPU
+    # So many views in a row may end before a step was finished in one of them.
+    _MOST_IN_VAIN: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        """Read the recipe, and find what this process sends over."""
+        self._recipe = load_recipe(self.folder.recipe_path)[0]
+        self._transport = choose_transport(self.place, is_gpu_private())
 
     def train(self) -> None:
-        """Train until the run has ended, in one view after the other.
+        """Train until the run has ended.
 
-        Raises StoppedError when a replica was asked to stop, and the run is saved; or another error of a training.
+        Raises StoppedError when a process was asked to stop, and the run is saved; LaunchError, which restarts all,
+        when losses leave it no time to advance; or another error of a training.
         """
-        recipe, plan = load_recipe(self.folder.recipe_path)[0], load_plan(self.folder.plan_path)
-        board, store = join_board()
-        start, index = split_member(self.member)
-        self._transport = choose_transport(self.place, is_gpu_private())
-        form_inside(store, start, index, plan.replica_size, self._transport.backend)
-        learner = self._build(recipe, plan)
-        inside = Inside()
+        board, store = self._begin()
         board.tell_ready(self.member)
-        held, number, num_fruitless = None, -1, 0
-        wait = Wait(self.folder, self.stop, recipe.fault.notice_seconds)
+        number, furthest, num_in_vain = -1, -1, 0
+        wait = Wait(self.folder, self.stop, self._recipe.fault.notice_seconds)
         while True:
             view = board.await_view(number, self.member, wait.look)
-            num_essential = recipe.sync.num_essential
-            num_replicas = self.place.world_size // plan.replica_size
-            is_spread = self.place.local_world_size < self.place.world_size
-            membership = ViewMembership(
-                board, store, view, self.member, num_replicas, inside, num_essential, is_spread, self._transport
-            )
-            number, before = view.number, held
-            is_done, held = self._train_in(membership, learner, held, wait)
-            membership.leave()
-            if is_done:
+            number = view.number
+            if (step := self._train_until(board, store, view, wait)) is None:
                 return
-            num_fruitless = num_fruitless + 1 if _has_same_step(before, held) else 0
-            if num_fruitless > _MAX_FRUITLESS_VIEWS:
+            num_in_vain = 0 if step > furthest else num_in_vain + 1
+            furthest = max(furthest, step)
+            if num_in_vain == self._MOST_IN_VAIN:
                 raise LaunchError(
-                    f"{num_fruitless} groups of replicas in a row ended before they had finished a step; the logs of "
-                    f"the replicas in {self.folder.logs_dir} and {self.folder.events_path} say which were lost."
+                    f"a process was lost {num_in_vain} times in a row before the run came beyond step "
+                    f"{max(0, furthest)}; {self.folder.events_path} and the logs in {self.folder.logs_dir} say which."
                 )
-            wait.begin(self.build_heartbeat(self._runtime(membership.rank, len(view.members))))
-            learner.engine.discard()
+            rank = view.members.index(self.member)
+            wait.begin(self.build_heartbeat(self._runtime(rank, len(view.members))))
 
-    def _train_in(
-        self, membership: ViewMembership, learner: Learner, held: HeldState | None, wait: "Wait"
-    ) -> tuple[bool, HeldState | None]:
-        """Train in a view; return whether the run has ended, and what this replica holds. Collective."""
+    def _begin(self) -> tuple[MembershipStore, Store]:
+        """Join the keeper's board, and do once what needs no other replica."""
+        return join_board()
+
+    @abstractmethod
+    def _train_until(self, board: MembershipStore, store: Store, view: View, wait: "Wait") -> int | None:
+        """Train in a view; None when the run has ended, else the number of finished steps. Collective."""
+
+    def _runtime(self, rank: int, size: int) -> Runtime:
+        place, device, backend = self.place, self._transport.device, self._transport.backend
+        return Runtime(rank, size, place.local_rank, place.local_world_size, device, backend)
+
+
+@dataclass
+class ReplicaProcess(LivingProcess):
+    """A process of a replica that the others go on without, until it is back.
+
+    `show` makes this process write to the user's console, as the first rank of a view does.
+    """
+
+    show: Callable[[], None]
+    _held: HeldState | None = None
+    _MOST_IN_VAIN = 21
+
+    @override
+    def _begin(self) -> tuple[MembershipStore, Store]:
+        board, store = join_board()
+        plan, (start, index) = load_plan(self.folder.plan_path), split_member(self.member)
+        form_inside(store, start, index, plan.replica_size, self._transport.backend)
+        runtime, number = self._runtime(index, plan.replica_size), self.place.rank // plan.replica_size
+        is_first, single = self.member == FIRST_MEMBER, resize(plan, 1)
+        self._learner = build_run_learner(self._recipe, single, self.folder, runtime, "inductor", is_first, number)
+        self._inside = Inside()
+        return board, store
+
+    @override
+    def _train_until(self, board: MembershipStore, store: Store, view: View, wait: "Wait") -> int | None:
+        size, num_essential = dist.get_world_size(), self._recipe.sync.num_essential
+        membership = ViewMembership(
+            board, store, view, self.member, self.place.world_size // size, self._inside, num_essential,
+            self.place.is_one_machine, self._transport,
+        )  # fmt: skip
+        is_done = self._train_in(membership, wait)
+        membership.leave()
+        if is_done:
+            return None
+        self._learner.engine.discard()
+        return -1 if self._held is None else self._held.saved.train.step
+
+    def _train_in(self, membership: ViewMembership, wait: "Wait") -> bool:
+        """Train in a view, and hold what this replica has then; return whether the run has ended. Collective."""
         trainer = None
         try:
-            trainer = self._join(membership, learner, held, wait)
-            heartbeat = trainer.accounting.heartbeat
-            conduct(trainer, learner.recipe, self.folder, self.stop, heartbeat, membership.raise_change)
+            trainer = self._join(membership, wait)
+            watchdog = trainer.accounting.heartbeat
+            conduct(trainer, self._recipe, self.folder, self.stop, watchdog, membership.raise_change)
             if membership.await_end():
-                return True, None
+                return True
         except ViewChanged:
             pass
         membership.end()
-        if trainer is None:  # a replica that was a step behind may have a part of the newer state
-            return False, held if held is not None and held.is_whole else None
-        trainer.saver.store.drop()
-        trainer.saver.snapshots.drop()
-        return False, hold(trainer)
+        if trainer is not None:
+            trainer.saver.store.drop()
+            trainer.saver.snapshots.drop()
+            self._held = hold(trainer)
+        elif self._held is not None and not self._held.is_whole:
+            self._held = None  # a replica that was a step behind may have a part of the newer state
+        return False
 
-    def _build(self, recipe: Recipe, plan: ParallelPlan) -> Learner:
-        """Build the learner, among the processes of this replica."""
-        alone, runtime = resize(plan, 1), self._runtime(dist.get_rank(), plan.replica_size)
-        is_first, number = self.member == FIRST_MEMBER, self.place.rank // plan.replica_size
-        return build_run_learner(recipe, alone, self.folder, runtime, "inductor", is_first, number)
-
-    def _join(self, membership: ViewMembership, learner: Learner, held: HeldState | None, wait: "Wait") -> Trainer:
+    def _join(self, membership: ViewMembership, wait: "Wait") -> Trainer:
         """Form the groups of a view and build the trainer in it. Collective. Raises ViewChanged if it ends."""
-        recipe, plan = learner.recipe, resize(learner.plan, membership.size)
+        learner, plan = self._learner, resize(self._learner.plan, membership.size)
         try:
             everyone, outer = membership.form_groups()
             wait.end()
             runtime = self._runtime(membership.rank, plan.world_size)
             meshes = join_replicas(learner.meshes, plan, everyone, outer, membership)
             learner.engine.regroup(meshes)
-            recovery = None
+            recovery, callbacks = None, []
             if membership.rank == 0:
                 self.show()
-                recovery = RecoveryWatch(self.folder)
-            heartbeat = self.build_heartbeat(runtime)
-            callbacks = build_callbacks(recipe.train.callbacks) if membership.rank == 0 else ()
-            resized = replace(learner, plan=plan, meshes=meshes)
-            trainer = assemble(resized, self.folder, runtime, recovery, self.stop, heartbeat, callbacks, held)
+                recovery, callbacks = RecoveryWatch(self.folder), build_callbacks(learner.recipe.train.callbacks)
+            watchdog, learner = self.build_heartbeat(runtime), replace(learner, plan=plan, meshes=meshes)
+            trainer = assemble(learner, self.folder, runtime, recovery, self.stop, watchdog, callbacks, self._held)
             membership.board.mark("trains", self.member)
             dist.barrier(everyone)
         except BaseException as error:
@@ -151,10 +179,6 @@ class ReplicaProcess:
         if membership.rank == 0:  # now the keeper can spare any other replica
             record_changes(self.folder, membership, trainer.state.step, plan.sync.name)
         return trainer
-
-    def _runtime(self, rank: int, size: int) -> Runtime:
-        place, device, backend = self.place, self._transport.device, self._transport.backend
-        return Runtime(rank, size, place.local_rank, place.local_world_size, device, backend)
 
 
 class Wait:
@@ -197,8 +221,3 @@ class Wait:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-
-
-def _has_same_step(before: HeldState | None, after: HeldState | None) -> bool:
-    """Whether no step was finished between two moments."""
-    return (before and before.saved.train.step) == (after and after.saved.train.step)

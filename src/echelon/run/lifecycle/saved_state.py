@@ -11,8 +11,7 @@ from echelon.ground.object_store import ObjectStore
 from echelon.learn.checkpoint.carrier import Carrier
 from echelon.learn.checkpoint.snapshot import HeldSnapshot, PeerMemory, Snapshots, SnapshotsByStep
 from echelon.learn.checkpoint.store import CheckpointStore
-from echelon.learn.distributed.membership import Membership
-from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.mesh import Membership, Meshes
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.learn.sync import build_synchronizer

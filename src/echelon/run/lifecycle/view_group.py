@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
 from traceback import walk_stack
@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from echelon.ground.errors import LaunchError
+from echelon.ground.errors import LaunchError, StoppedError
 from echelon.ground.hosts import limit_silence_of
 from echelon.ground.launch_environment import find_rendezvous
 from echelon.learn.distributed.joint_group import JointGroup, OpenStep
-from echelon.learn.distributed.membership import Membership, ViewChanged
-from echelon.learn.distributed.mesh import all_reduce
+from echelon.learn.distributed.mesh import Grid, Membership, Meshes, ViewChanged, all_reduce
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS
+from echelon.learn.distributed.torch_internals import find_backends, set_timeout
 from echelon.learn.distributed.transport import ON_CPU, Communicator, Transport
+from echelon.planner.plan import ParallelPlan
 from echelon.run.supervise.board import MembershipStore, View, await_true
 from echelon.run.supervise.outcome import LOST_SECONDS, is_secondary
 
@@ -51,8 +52,9 @@ _CALLS = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functiona
 _FORMING = "_new_process_group_helper"
 # A frame of a thread, and the instruction that it is at.
 _Call = tuple[FrameType, int]
-# How long the keeper may take to notice a death that a replica has met as an error; of a machine, once it is silent.
-_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS, _MACHINE_NOTICE_SECONDS = 5.0, 2.0, 5.0 + LOST_SECONDS
+# How long the keeper may take to notice a death that a process has met as an error; of a machine, once it is silent.
+# Where the other one has reported an error instead, the keeper ends this process meanwhile.
+_NOTICE_SECONDS, _SHORT_NOTICE_SECONDS = 30.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class ViewMembership(Membership):
         store: that of the board, in which the processes of the view find each other.
         member: the name of this process.
         inside: the processes of this replica.
-        is_spread: whether the replicas are on several machines.
+        is_one_machine: whether all replicas are on this machine.
         transport: what this process sends over.
     """
 
@@ -97,7 +99,7 @@ class ViewMembership(Membership):
     num_replicas: int
     inside: Inside
     num_essential: int = 0
-    is_spread: bool = False
+    is_one_machine: bool = True
     transport: Transport = ON_CPU
     _num_ballots: int = 0
     _is_changing: bool = field(default=False)
@@ -187,8 +189,9 @@ class ViewMembership(Membership):
             lambda: dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, own, name, step, communicator
         )
         group.enlist(places, store)
-        group.be_patient(COLLECTIVE_SECONDS)
-        if self.is_spread:
+        for backend in find_backends(group):
+            set_timeout(backend, COLLECTIVE_SECONDS)
+        if not self.is_one_machine:
             limit_silence_of(None, LOST_SECONDS)
         self._groups.append(group)
         return group
@@ -228,18 +231,7 @@ class ViewMembership(Membership):
 
     @override
     def raise_change(self, error: BaseException) -> None:
-        """Raise ViewChanged if an error comes from the end of this view.
-
-        Waits a moment for the keeper to notice a death, longer if the error looks like one.
-        """
-        if isinstance(error, ViewChanged):
-            raise error
-        usual = _MACHINE_NOTICE_SECONDS if self.is_spread else _NOTICE_SECONDS
-        seconds = usual if is_secondary(error) else _SHORT_NOTICE_SECONDS
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            return
-        if await_true(self.is_ending, seconds):
-            raise ViewChanged from error
+        raise_change(error, self.is_ending, self.is_one_machine)
 
     @override
     def at_end(self, stop: Callable[[], None]) -> None:
@@ -285,6 +277,41 @@ class ViewMembership(Membership):
         is_done = torch.tensor(int(self.board.await_end(self.view, self.rank == 0)))
         all_reduce(is_done, dist.group.WORLD, dist.ReduceOp.MAX)
         return bool(is_done)
+
+
+def raise_change(error: BaseException, is_ending: Callable[[], bool], is_one_machine: bool) -> None:
+    """Raise ViewChanged if an error comes from a loss, which ends a view.
+
+    Waits a moment for the keeper to notice a death, longer if the error looks like one.
+    """
+    if isinstance(error, ViewChanged):
+        raise error
+    if isinstance(error, KeyboardInterrupt | SystemExit | StoppedError):
+        return
+    usual = _NOTICE_SECONDS if is_one_machine else _NOTICE_SECONDS + LOST_SECONDS
+    if await_true(is_ending, usual if is_secondary(error) else _SHORT_NOTICE_SECONDS):
+        raise ViewChanged from error
+
+
+def join_replicas(
+    inside: Meshes, plan: ParallelPlan, everyone: dist.ProcessGroup, outer: dist.ProcessGroup, membership: Membership
+) -> Meshes:
+    """The meshes of a replica, which has the default group for itself, among the replicas of a view.
+
+    Args:
+        plan: that of all replicas.
+        everyone: all ranks of the view, replica after replica.
+        outer: the ranks of the view with this rank's index in their replica.
+    """
+    grid = Grid(plan)
+    return replace(
+        inside,
+        grid=grid,
+        place=grid.place(dist.get_rank(everyone)),
+        everyone=everyone,
+        outer=outer if plan.num_replicas > 1 else None,
+        membership=membership,
+    )
 
 
 class LossWatch:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.ground.stored import write_json
+from echelon.learn.distributed.torch_internals import name_groups
 from echelon.learn.distributed.traffic import name_group
 from echelon.run.supervise.hangs import Collective, HangRecord, WatchedGroup, find_record_path
 
@@ -39,7 +40,7 @@ def write_record(outcomes_dir: Path, rank: int, frame: FrameType | None = None) 
     """
     names: dict[str, str] = {}
     groups: dict[str, WatchedGroup] = {}
-    for group, name in dist.distributed_c10d._world.pg_names.items():
+    for group, name in name_groups().items():
         ranks = dist.get_process_group_ranks(group)
         names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
         groups[names[name]] = WatchedGroup(name_group(group), ranks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.ground.errors import TrainingError
 from echelon.ground.stop_request import StopRequest
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.run.training.metrics import PendingMetrics
 from echelon.run.training.pauses import WORKS, Due, Pauses
 from echelon.run.training.rollback import BadStep, BadStepHandler

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.ground.variables import Place
-from echelon.learn.distributed.membership import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged
 from echelon.run.lifecycle.kept_rank import RankGroup
 from echelon.run.supervise.board import MembershipStore, View, name_member
 
