@@ -25,14 +25,15 @@ GENTLE = {"learning_rate": 1e-4}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
-def write_saving_recipe(folder, steps):
+def write_saving_recipe(folder, steps, policy="restart"):
     """Write a recipe that saves often, so that a loss repeats few steps; return the folder of its run."""
     write_recipe(
         folder,
         train={"steps": steps, "log_every": 500},
         optim=GENTLE,
         checkpoint={"every": 50},
-        fault={"hang_seconds": 10},
+        fault={"hang_seconds": 10, "on_lost_process": policy},
+        **({"sync": {"replicas": 2}} if policy == "continue" else {}),
     )
     return RunFolder(folder / "runs" / "tiny")
 
@@ -167,10 +168,11 @@ def etcd(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed; run make launchers")
-def test_a_spare_replaces_the_first_machine_where_the_store_is_outside(tmp_path, whole, etcd):
+@pytest.mark.parametrize("policy", ["restart", "replace", "continue"])
+def test_a_spare_replaces_the_first_machine_where_the_store_is_outside(tmp_path, whole, etcd, policy):
     """It is disconnected before it dies, so that nothing tells the others of its end."""
     steps = 3000
-    run = write_saving_recipe(tmp_path, steps)
+    run = write_saving_recipe(tmp_path, steps, policy)
     with machines(4, tmp_path) as network:
         place = etcd(network[3])
         agents = [start_agent(machine, "2+1", rendezvous=place) for machine in network[:3]]

@@ -43,6 +43,7 @@ class AttemptNews:
         spares: those that wait for the next attempt.
         left_out: why others take no part.
         call: where the ranks meet, or the store of their keeper, in JSON.
+        keeper: the machine of that store.
         members: where processes live on, the one that each rank is to be, and its machine; None: none.
         exits: how such processes have ended.
         awaits: whether the others wait for one of them that starts again.
@@ -59,6 +60,7 @@ class AttemptNews:
     spares: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     call: str | None = None
+    keeper: str | None = None
     members: dict[int, tuple[str, str] | None] = field(default_factory=dict)
     exits: list[RankExit] = field(default_factory=list)
     awaits: bool = False
@@ -77,7 +79,7 @@ class AttemptNews:
             self.spares = [host for host in (*self.spares, *message["spares"]) if not self.takes_part(host)]
             self.left_out |= message["left_out"]
         elif message["kind"] == "call":
-            self.call = message["words"]
+            self.call, self.keeper = message["words"], message["host"]
         elif message["kind"] == "members":
             self.members = self.members | {rank: member and tuple(member) for rank, member in message["members"]}
         elif message["kind"] == "exit":
@@ -139,7 +141,7 @@ class Coordinator:
         self._spares: list[str] = []
         self._left_out = set[str]()
         self._ended: dict[str, HostReport] = {}
-        self._told, self._told_lost = set[str](), set[str]()
+        self._told, self._told_lost, self._has_lost_keeper = set[str](), set[str](), False
         self._waits_of: dict[str, Waiting] = {}
         self._told_waiting = Waiting()
         self._hanging_since: float | None = None
@@ -156,6 +158,7 @@ class Coordinator:
         self._begin(attempt, news.get(attempt - 1, AttemptNews()))
         said = news.get(attempt, AttemptNews())
         self._team, self._spares, self._left_out = list(said.team or ()), list(said.spares), set(said.left_out)
+        self._told_lost, self._has_lost_keeper = set(said.lost), said.keeper is not None
         self._told = {kind for kind in ("is_dead", "meets_again", "is_closed") if getattr(said, kind)}
         if said.decision is not None:
             self._readers = set()
@@ -239,7 +242,7 @@ class Coordinator:
         self._tell_missing()
         self._tell_waiting()
         if any(host in silent for host, _ in self._team):
-            self._replace_lost() if self._group.lives_on else self._tell_once("is_dead")
+            self._handle_losses()
         if self._team and self._readers is None and self._has_ended():
             self._decide()
         elif not self._team and self._readers is None:
@@ -333,17 +336,30 @@ class Coordinator:
         chosen.sort(key=lambda host: (host != self._host, *in_number_order(self._reports[host].name)))
         return [(host, self._reports[host].num_processes) for host in chosen]
 
-    def _replace_lost(self) -> None:
-        """Where the others go on: say which machines are lost, and give their places to spares."""
-        lost = {host for host, _ in self._team} & self._silent
-        if lost - self._told_lost:
-            self._tell("lost", hosts=sorted(lost - self._told_lost))
+    def _handle_losses(self) -> None:
+        """End the attempt because machines are lost, or where the others go on say which, and replace them.
+
+        The store of the keeper is lost with its machine, so this attempt is not to be saved.
+        """
+        if not self._group.lives_on:
+            self._tell_once("is_dead")
+            return
+        lost = {host for host, _ in self._team} & self._silent - self._told_lost
+        if lost:
             self._told_lost |= lost
+            self._tell("lost", hosts=sorted(lost))
+        if self._has_lost_keeper:
+            self._tell_once("is_closed")
+        else:
+            self._replace_lost()
+
+    def _replace_lost(self) -> None:
+        """Give the places of lost machines to spares."""
         ready = [host for host in self._spares if host not in self._silent]
         if not ready:
             return
         for index, (host, count) in enumerate(self._team):
-            if host in lost and ready:
+            if host in self._told_lost and ready:
                 logger.info(f"machine {ready[0]} takes the place of {host}")
                 self._team[index] = ready[0], count
                 self._spares.remove(ready.pop(0))
