@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.ground.errors import first_line
+from echelon.ground.launch_environment import store_environment
 from echelon.ground.open_files import explain_open_files
-from echelon.ground.sockets import find_free_port
+from echelon.ground.sockets import find_free_port, host_store, listen_at
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.planner.plan import ParallelPlan
@@ -93,7 +94,7 @@ def run_rank(rank, ranks, limit, saves, port, pipe, folder):
     os.close(log)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     size = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    place = {"RANK": rank, "LOCAL_RANK": rank, **size, "MASTER_ADDR": ADDRESS, "MASTER_PORT": port}
+    place = {"RANK": rank, "LOCAL_RANK": rank, **size, **store_environment(ADDRESS, port)}
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
         start(tell, folder / "checkpoints", ranks, saves)
@@ -141,6 +142,7 @@ def measure(ranks, limit, saves=False):
                     run_rank(rank, ranks, limit, saves, port, its, Path(folder))
                 pids.append(pid)
             os.close(its)
+            store = host_store(listen_at(ADDRESS, port), PATIENCE_SECONDS)  # as in the agent; it has threads
             began = time.monotonic()
             os.close(opened)
             rows = {phase: [] for phase in PHASES}
@@ -170,6 +172,7 @@ def measure(ranks, limit, saves=False):
                 os.waitpid(pid, 0)
             os.close(ours)
             os.close(gate)
+            del store
 
 
 def main():

@@ -18,7 +18,7 @@ from echelon.ground.logs import log_to_console
 from echelon.learn.distributed.runtime import stop_runtime
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import start_runtime, watch_starter
-from echelon.run.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
+from echelon.run.lifecycle.worker import OutcomeReport, RankProcess, leave, redirect_output
 from echelon.run.supervise.agent import Agent
 from echelon.run.supervise.workers import Workers
 
@@ -40,7 +40,7 @@ def run_worker(run_dir, mode):
     watch_starter()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = RunFolder(Path(run_dir))
-    leave_after_peers(folder)
+    RankProcess(folder).leave_after_peers()
     redirect_output(folder)
     with OutcomeReport(folder, int(os.environ["RANK"])) as report:
         runtime = start_runtime(timeout_seconds=60)

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 import echelon.run.lifecycle.rank_run as conducting
 from echelon.run.folder.run_folder import RunFolder
-from echelon.ground.stop_request import StopRequest
-from echelon.run.lifecycle.worker import run_rank
+from echelon.run.lifecycle.worker import RankProcess
 
 def look_around(*arguments):
     flags = [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic]
@@ -28,7 +27,7 @@ def look_around(*arguments):
     torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
 
 conducting.run_training = look_around
-print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), StopRequest()).message))
+print(json.dumps(RankProcess(RunFolder(Path(sys.argv[1]))).run().message))
 """
 
 

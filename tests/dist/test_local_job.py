@@ -125,6 +125,16 @@ def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     assert_gone(pids, seconds=0.5)
 
 
+def test_ranks_meet_in_a_store_of_their_agent(tmp_path):
+    """In one of rank 0 it would need a connection with each other rank."""
+    job = start_job(tmp_path, "work")
+    port = int(psutil.Process(await_workers(tmp_path)[0]).environ()["MASTER_PORT"])
+    listening = {line.pid for line in psutil.net_connections("tcp") if line.laddr.port == port and not line.raddr}
+    job.terminate()
+    job.communicate(timeout=300)
+    assert listening == {job.pid}
+
+
 @pytest.mark.slow
 def test_a_job_under_nohup_survives_its_terminal(tmp_path):
     """SIGHUP is ignored under nohup; the next signal stops the job."""

@@ -60,7 +60,7 @@ ADDRESS_VARIABLE = "ECHELON_ADDRESS"
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Set for restarted workers: JSON with the time when the previous processes ended, and the seconds to detect it."""
 
-_MEMBER_VARIABLE = "ECHELON_REPLICA"
+_MEMBER_VARIABLE, _STORE_VARIABLE = "ECHELON_REPLICA", "TORCHELASTIC_USE_AGENT_STORE"
 
 TERMINAL_VARIABLE = "ECHELON_TERMINAL_RANK"
 """The rank of this job that runs in a terminal (`echelon train --here`), where a debugger may stop it at any time."""
@@ -196,7 +196,7 @@ def find_rendezvous() -> Rendezvous | None:
         os.environ["MASTER_ADDR"],
         os.environ["MASTER_PORT"],
         os.environ.get(ADDRESS_VARIABLE),
-        knows_machines and place.world_size == place.local_world_size,
+        knows_machines and place.is_one_machine,
     )
 
 
@@ -219,8 +219,8 @@ def has_mpi() -> bool:
 
 
 def shares_agent_store() -> bool:
-    """Whether torchrun's workers use a store of its agent, which outlives them."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    """Whether the ranks meet in a store of their agent, torchrun's or echelon's, which outlives them."""
+    return os.environ.get(_STORE_VARIABLE) == str(True)
 
 
 def is_managed() -> bool:
@@ -248,8 +248,16 @@ def shares_files() -> bool:
 def is_elastic() -> bool:
     """Whether the previous processes may still be alive: an agent in a job of several machines restarts processes when
     one fails or machines join or leave, without waiting for those of lost machines."""
-    is_foreign = not is_managed() and read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
-    return is_foreign or find_host_dir() is not None
+    return _is_torchrun_elastic() or find_host_dir() is not None
+
+
+def keeps_old_addresses() -> bool:
+    """Whether torchrun restarts processes that meet in one store, which has the addresses of earlier ones too."""
+    return _is_torchrun_elastic() and shares_agent_store()
+
+
+def _is_torchrun_elastic() -> bool:
+    return not is_managed() and read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
 
 
 def is_gpu_private() -> bool:
@@ -376,8 +384,13 @@ def replica_environment(
 
     `member`: the name of the process; `address` and `port`: those of its keeper's store.
     """
-    rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port), _MEMBER_VARIABLE: member}
-    return {**rank_environment(rank, world_size, rank % num_local, num_local), **rendezvous}
+    variables = rank_environment(rank, world_size, rank % num_local, num_local)
+    return {**variables, **store_environment(address, port), _MEMBER_VARIABLE: member}
+
+
+def store_environment(address: str, port: int) -> dict[str, str]:
+    """The variables of ranks that meet in a store of the process that starts them; torch reads them too."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), _STORE_VARIABLE: str(True)}
 
 
 def rank_environment(rank: int, world_size: int, local_rank: int, num_local: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _BACKLOG = 4096  # every rank of a large job connects at the same moment
+_STORE_SECONDS = 60.0
 # The first words of TCPStore's protocol: a request's number, then what it sends.
 _VALIDATE, _PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=B", 13)
 
@@ -43,6 +44,13 @@ def find_free_port(host: str) -> int:
     """A port of an address of this machine at which nothing listens now."""
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def host_store_at(address: str) -> "TCPStore":
+    """A key-value store of torch in this process, at a free port of an address of this machine."""
+    listener = listen_at(address, 0)
+    assert listener is not None, "this machine has this address"
+    return host_store(listener, _STORE_SECONDS)
 
 
 def host_store(listener: socket.socket, seconds: float) -> "TCPStore":

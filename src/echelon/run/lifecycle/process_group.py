@@ -50,7 +50,7 @@ def watch_starter() -> None:
 
 
 def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
-    """Join the other ranks at MASTER_ADDR:MASTER_PORT, where rank 0 (or torchrun's agent) runs a key-value store.
+    """Join the other ranks at MASTER_ADDR:MASTER_PORT, where their agent, or else rank 0, runs a key-value store.
 
     Collective: every rank calls it. Raises LaunchError if the port is in use or the ranks do not meet in time.
     A single process gets a local store.
@@ -86,9 +86,8 @@ def _open_listener(rendezvous: Rendezvous) -> socket.socket | None:
     None leaves it to torch: MASTER_ADDR is not an address of this machine, or it is loopback although the job may have
     several machines, as operators of Kubernetes set it for rank 0. Raises OSError if the port is in use.
     """
-    host = rendezvous.own_address
     with suppress(socket.gaierror, OverflowError):  # torch resolves the name again, and reports an invalid port
-        return listen_at(host or rendezvous.address, int(rendezvous.port), rendezvous.is_local or host is not None)
+        return listen_at(rendezvous.address, int(rendezvous.port), rendezvous.is_local)
     return None
 
 

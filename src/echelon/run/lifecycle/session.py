@@ -3,10 +3,9 @@
 import json
 import logging
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,8 +19,8 @@ from echelon.ground.launch_environment import (
     hosted_environment,
     is_elastic,
     is_gpu_private,
+    keeps_old_addresses,
     managed_environment,
-    shares_agent_store,
     shares_files,
     torch_environment,
     worker_environment,
@@ -29,7 +28,6 @@ from echelon.ground.launch_environment import (
 from echelon.ground.logs import keep_console_in, keep_line
 from echelon.ground.run_files import is_run
 from echelon.ground.scratch import scratch_folder
-from echelon.ground.stop_request import StopRequest
 from echelon.ground.variables import asked_environment, read_environment, set_default_variables, set_variables
 from echelon.learn.distributed.runtime import use_deterministic_algorithms
 from echelon.planner.hardware.detection import detect_cluster, detect_launched_cluster
@@ -71,6 +69,8 @@ from echelon.run.supervise.workers import Workers, memory_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from echelon.run.lifecycle.worker import RankProcess
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def train_on_hosts(
     asked = None if group.is_alone else name_living_on(recipe)
     if not group.num_spares or asked is not None:
         _refuse_replacing(recipe)
-    _check_store(group, asked, fresh)
+    _check_store(group, fresh)
     if asked is not None:
         check_hosts(recipe, group, asked)
         group = replace(group, lives_on=True)
@@ -204,13 +204,12 @@ def train_on_hosts(
     return outcome, agent.is_coordinator or agent.has_lost_others or not group.shares_files
 
 
-def _check_store(group: HostGroup, lives_on: str | None, fresh: bool) -> None:
+def _check_store(group: HostGroup, fresh: bool) -> None:
     """Raise ConfigError for what does not work with a store outside of the job, where any machine may coordinate."""
-    key = lives_on or ("--fresh" if fresh else None)
-    if group.store_name is not None and key is not None:
+    if group.store_name is not None and fresh:
         raise ConfigError(
-            f"{key} needs one machine that is known before the start, and with --rendezvous etcd://... there is none; "
-            "use --rendezvous HOST:PORT with one of the machines."
+            "--fresh needs one machine that is known before the start, and with --rendezvous etcd://... there is none; "
+            "use --rendezvous HOST:PORT with one of the machines, or move the old run away."
         )
 
 
@@ -298,44 +297,44 @@ def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
 
     Exits with 0 when the job is done, or stopped after a save. Collective: every rank calls it.
     """
-    from echelon.run.lifecycle.worker import leave, leave_after_peers, listen_for_stops
+    from echelon.run.lifecycle.worker import RankProcess, leave
 
     watch_starter()
-    folder = RunFolder(recipe.run.dir, place)
-    rank = find_place().rank
-    stop = listen_for_stops(folder)
-    leave_after_peers(folder)
+    process = RankProcess(RunFolder(recipe.run.dir, place))
+    process.listen(process.folder.stop_path)
+    process.leave_after_peers()
     try:
-        outcome = train_as_rank(recipe, False, stop)
+        outcome = train_as_rank(recipe, False, process)
     except EchelonError as error:
         outcome = Outcome(error.exit_code, str(error))
-        write_outcome(place, report(rank, error.exit_code, str(error), is_secondary(error), is_final(error)))
+        ending = report(find_place().rank, error.exit_code, str(error), is_secondary(error), is_final(error))
+        write_outcome(place, ending)
     leave(0 if outcome.code in (DONE, STOPPED) else 1)
 
 
-def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) -> Outcome:
-    """Run one rank of a job started by torchrun, mpirun or srun, or, with `stop`, by echelon's agent of this machine.
+def train_as_rank(recipe: Recipe, fresh: bool, hosted: "RankProcess | None" = None) -> Outcome:
+    """Run one rank of a job started by torchrun, mpirun or srun, or, `hosted`, by echelon's agent of this machine.
 
     Rank 0 prepares the run while the others poll a store for its result: no collective is active that could time out
     during tokenization. Collective: every rank calls it.
     """
     _refuse_snapshots(recipe)
     refuse_living_on(recipe)
-    if stop is None:  # else echelon's agent has checked it, and has set them
+    if hosted is None:  # else echelon's agent has checked it, and has set them
         _refuse_replacing(recipe)
         set_default_variables(torch_environment(find_place().local_world_size))
     # Imported first, so that the watchdog and the log are ready before anything slow.
-    from echelon.run.lifecycle.worker import listen_for_stops, redirect_output, run_rank
+    from echelon.run.lifecycle.worker import RankProcess, redirect_output
 
     watch_starter()
-    if (refusal := _refuse_rank(recipe, stop is not None)) is not None:
+    if (refusal := _refuse_rank(recipe, hosted is not None)) is not None:
         return refusal
     if recipe.train.deterministic:
         use_deterministic_algorithms()
     store = open_store()
     rank = find_place().rank
     folder = RunFolder(recipe.run.dir, find_host_dir())
-    with _stopped_early(folder, stop):
+    with nullcontext() if hosted is None else hosted.stopped_early():
         if rank == 0:
             run = _prepare_for_all(recipe, fresh, store)
             if isinstance(run, Outcome):
@@ -343,8 +342,11 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
         elif (ending := _follow_rank_zero(recipe, folder, store)) is not None:
             return ending
     errors = redirect_output(folder).stderr
-    outcome = run_rank(folder, stop or listen_for_stops(folder), store)
-    if stop is not None:  # the agent reports it
+    process = hosted or RankProcess(folder)
+    if hosted is None:
+        process.listen()
+    outcome = process.run(store)
+    if hosted is not None:  # the agent reports it
         return Outcome(outcome.code)
     # A refusal or a stop is the same on every rank, so only rank 0 reports it.
     if not outcome.secondary and (rank == 0 or outcome.code not in (REFUSED, STOPPED)):
@@ -375,31 +377,9 @@ def _refuse_rank(recipe: Recipe, is_hosted: bool) -> Outcome | None:
     if not is_hosted and place.rank == 0:
         if line is not None:
             logger.warning(line)
-        if place.world_size > place.local_world_size:
+        if not place.is_one_machine:
             _warn_without_efa()
     return None
-
-
-@contextmanager
-def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None]:
-    """End this process if it is asked to stop during the block, when there is nothing to save yet."""
-    from echelon.run.lifecycle.worker import leave
-
-    over = threading.Event()
-
-    def watch(stop: StopRequest) -> None:
-        while not over.wait(_POLL_SECONDS):
-            if stop.name is not None:
-                message = f"stopped by {stop.name} before training began"
-                write_outcome(folder.outcomes_dir, report(find_place().rank, FAILED, message, final=True))
-                leave(1)
-
-    if stop is not None:
-        threading.Thread(target=watch, args=(stop,), name="early-stop", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun | Outcome:
@@ -415,7 +395,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         if not shares_files() and not find_host_group().coordinates:  # checkpoints would be on another machine
             raise LaunchError("rank 0 is not on the first machine of the job; start the same command again.")
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
-        if patience and shares_agent_store():
+        if keeps_old_addresses():
             logger.warning(_SHARED_STORE)
         variables = read_environment()
         run = prepare_run(

@@ -26,13 +26,14 @@ from echelon.ground.launch_environment import (
     find_look,
     find_thread_count,
     rank_environment,
+    store_environment,
 )
 from echelon.ground.logs import keep_console_in, keep_line, log_as_rank, log_to_console
-from echelon.ground.sockets import find_free_port
+from echelon.ground.sockets import host_store_at
 from echelon.ground.stop_request import STOP_SIGNALS, StopRequest
 from echelon.ground.stored import open_to_append
 from echelon.ground.variables import read_environment, set_variables
-from echelon.run.lifecycle.worker import leave, run_rank
+from echelon.run.lifecycle.worker import RankProcess, leave
 from echelon.run.supervise.agent import network_variables
 from echelon.run.supervise.outcome import DONE, FAILED, Outcome, find_cause, read_outcomes
 from echelon.run.supervise.warm_start import WarmStart
@@ -59,7 +60,8 @@ class TerminalRank:
     def run(self) -> Outcome:
         """Train to the end; returns how the job ended. No other rank outlives the call. For the main thread."""
         count = self._job.num_processes
-        rendezvous = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(find_free_port(_ADDRESS))} if count > 1 else {}
+        store = host_store_at(_ADDRESS) if count > 1 else None
+        rendezvous = {} if store is None else store_environment(_ADDRESS, store.port)
         common = {**network_variables(_ADDRESS), **rendezvous, TERMINAL_VARIABLE: str(self._rank)}
         environment = {**read_environment(), **self._job.env, **common}
         try:
@@ -84,11 +86,12 @@ class TerminalRank:
 
         if (threads := find_thread_count()) is not None:
             torch.set_num_threads(threads)
-        stop = self._listen_for_stops()
-        threading.Thread(target=self._leave_after_others, name="others", daemon=True).start()
+        process = RankProcess(self._folder)
+        self._listen_for_stops(process.stop)
+        process.look_for(self._leave_after_others)
         with self._logged() as log:
-            outcome = run_rank(self._folder, stop, tell_error=lambda error: self._tell_error(error, log))
-        return outcome.code == DONE or stop.agreed is not None
+            outcome = process.run(tell_error=lambda error: self._tell_error(error, log))
+        return outcome.code == DONE or process.stop.agreed is not None
 
     @contextmanager
     def _logged(self) -> Iterator[TextIO]:
@@ -111,7 +114,7 @@ class TerminalRank:
         if not isinstance(error, EchelonError | BdbQuit):
             sys.stderr.write(render_traceback(error))
 
-    def _listen_for_stops(self) -> StopRequest:
+    def _listen_for_stops(self, stop: StopRequest) -> None:
         """Make a signal ask all ranks to save and stop, or end the job at once while the debugger waits for a line."""
 
         def leave_debugger(number: int, frame: FrameType | None) -> None:
@@ -121,16 +124,14 @@ class TerminalRank:
         def end(name: str) -> NoReturn:
             self._end(f"ended immediately by a second signal, {name}; unsaved work is lost")
 
-        stop = StopRequest()
         stop.listen(None, end)
         for number in STOP_SIGNALS:
             signal.signal(number, leave_debugger)
-        return stop
 
     def _leave_after_others(self) -> None:
         """End this process some time after another rank has died, but not while the debugger waits for a line."""
-        while not self._folder.death_path.exists():
-            time.sleep(_LOOK_SECONDS)
+        if not self._folder.death_path.exists():
+            return
         message = self._find_outcome().message or "another rank has ended"
         main = threading.main_thread().ident
         assert main is not None

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 from bdb import BdbQuit
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -74,8 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
-_FOLDER_SECONDS = 0.4
-_LOOKS_IN_VAIN = 2
+_LOOKS_IN_VAIN = 4
 # So many ranks of several machines may look at each other's files.
 _MOST_SHARING = 64
 # Between a peer's death and this rank's exit: time for this rank to write its own error, if it has one.
@@ -90,109 +89,158 @@ def main(argv: list[str] | None = None) -> NoReturn:
     the true code is in the outcome."""
     watch_starter()
     [run_dir] = sys.argv[1:] if argv is None else argv
-    folder = RunFolder(Path(run_dir), find_host_dir())
-    stop = listen_for_stops(folder)
-    leave_after_peers(folder)
-    output = redirect_output(folder)
+    process = RankProcess(RunFolder(Path(run_dir), find_host_dir()))
+    process.listen(process.folder.stop_path)
+    process.leave_after_peers()
+    output = redirect_output(process.folder)
     member = find_member()
-    outcome = run_rank(folder, stop) if member is None else run_replica(folder, stop, member, output)
-    failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
+    outcome = process.run() if member is None else process.run_replica(member, output)
+    failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(process.folder.outcomes_dir))
     leave(1 if failed else 0)
 
 
-def listen_for_stops(folder: RunFolder) -> StopRequest:
-    """Make a signal ask this rank to save and stop; a second one ends it immediately, without harm to checkpoints."""
+class RankProcess:
+    """This process as a rank of a job: the run that it trains, what it is asked, and what makes it leave.
 
-    def leave_at_once(name: str) -> NoReturn:
-        rank = find_place().rank
-        message = f"ended immediately by a second signal, {name}; unsaved work is lost"
-        with suppress(OSError):
-            write_outcome(folder.outcomes_dir, report(rank, FAILED, message, final=True))
-        leave(1)
-
-    stop = StopRequest()
-    stop.listen(folder.stop_path, leave_at_once)
-    return stop
-
-
-def leave_after_peers(folder: RunFolder) -> None:
-    """Make this rank exit when another one has died: on a GPU a collective would wait for it forever.
-
-    First gives this rank a moment to write its own error.
+    One thread, the lookout, sees what the main thread would not: a collective waits for a lost rank forever.
     """
-    rank = find_place().rank
-    with suppress(OSError):  # on a full disk only the agent detects a death
-        folder.write_pid(rank)
 
-    def watch() -> NoReturn:
-        while not folder.death_path.exists():
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.stop = StopRequest()
+        self._rank = find_place().rank
+        self._looks: list[Callable[[], None]] = []
+        self._looks_in_vain = 0
+
+    def listen(self, stop_file: Path | None = None) -> None:
+        """Let a signal ask this rank to save and stop; a second one ends it immediately, without harm to checkpoints.
+
+        `stop_file`: where echelon's agent of this machine writes a signal, if there is one.
+        """
+
+        def leave_at_once(name: str) -> NoReturn:
+            self._leave(f"ended immediately by a second signal, {name}; unsaved work is lost", final=True)
+
+        self.stop.listen(stop_file, leave_at_once)
+
+    def leave_after_peers(self) -> None:
+        """Exit when another rank has died, after a moment for this rank to write its own error."""
+        with suppress(OSError):  # on a full disk only the agent detects a death
+            self.folder.write_pid(self._rank)
+
+        def look() -> None:
+            if not self.folder.death_path.exists():
+                return
+            time.sleep(_LAST_WORDS_SECONDS)
+            if self._rank in {outcome.rank for outcome in read_outcomes(self.folder.outcomes_dir)}:
+                leave(1)
+            self._leave("ended because another rank had died", secondary=True)
+
+        self.look_for(look)
+
+    def look_for(self, look: Callable[[], None]) -> None:
+        """Let the lookout call `look` from now on, some times a second."""
+        self._looks.append(look)
+        if len(self._looks) == 1:
+            threading.Thread(target=self._look_out, name="lookout", daemon=True).start()
+
+    def _look_out(self) -> None:
+        while True:
+            for look in list(self._looks):
+                look()
             time.sleep(_LOOK_SECONDS)
-        time.sleep(_LAST_WORDS_SECONDS)
-        if rank not in {outcome.rank for outcome in read_outcomes(folder.outcomes_dir)}:
-            with suppress(OSError):
-                message = "ended because another rank had died"
-                write_outcome(folder.outcomes_dir, report(rank, FAILED, message, secondary=True))
+
+    def _leave(self, message: str, *, secondary: bool = False, final: bool = False) -> NoReturn:
+        with suppress(OSError):  # the folder of outcomes may be gone, its disk full
+            write_outcome(self.folder.outcomes_dir, report(self._rank, FAILED, message, secondary, final))
         leave(1)
 
-    threading.Thread(target=watch, name="peers", daemon=True).start()
+    @contextmanager
+    def stopped_early(self) -> Iterator[None]:
+        """End this process if it is asked to stop during the block, when there is nothing to save yet."""
 
+        def look() -> None:
+            if self.stop.name is not None:
+                self._leave(f"stopped by {self.stop.name} before training began", final=True)
 
-def run_rank(
-    folder: RunFolder,
-    stop: StopRequest,
-    store: "Store | None" = None,
-    tell_error: Callable[[BaseException], None] | None = None,
-) -> RankOutcome:
-    """Train this rank from the run folder to the end; returns the outcome, which is also written to the folder.
+        self.look_for(look)
+        try:
+            yield
+        finally:
+            self._looks.remove(look)
 
-    Collective: every rank calls it. `store` is the result of `open_store`. `tell_error` writes the traceback of an
-    error; by default it goes to stderr, which is this rank's log.
-    """
-    with OutcomeReport(folder, find_place().rank, tell_error) as ending:
-        _check_gpus(folder)
-        runtime = start_runtime(store=store)
-        if runtime.device.type == "cpu":
+    def leave_without_folder(self) -> None:
+        """Exit when the run folder is gone, since the work of this rank could not be saved.
+
+        On a folder that several machines share rank 0 looks for all. The agent reports it; under another launcher, rank
+        0 does.
+        """
+
+        def look() -> None:
+            with suppress(OSError):  # an error of the file system does not mean that the folder is gone
+                self._looks_in_vain = 0 if is_run(self.folder.path) else self._looks_in_vain + 1
+            if self._looks_in_vain < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
+                return
+            message = describe_gone(self.folder.path)
+            if self._rank == 0 and not is_managed() and find_host_dir() is None:
+                logger.error(f"echelon: {message}")
+            self._leave(message, final=True)
+
+        if self._rank == 0 or not shares_files() or find_place().is_one_machine:
+            self.look_for(look)
+
+    def run(
+        self, store: "Store | None" = None, tell_error: Callable[[BaseException], None] | None = None
+    ) -> RankOutcome:
+        """Train this rank from the run folder to the end; returns the outcome, which is also written to the folder.
+
+        Collective: every rank calls it. `store` is the result of `open_store`. `tell_error` writes the traceback of an
+        error; by default it goes to stderr, which is this rank's log.
+        """
+        with OutcomeReport(self.folder, self._rank, tell_error) as ending:
+            _check_gpus(self.folder)
+            runtime = start_runtime(store=store)
+            if runtime.device.type == "cpu":
+                keep_freed_memory()
+            recipe, plan = load_agreed_run(self.folder, runtime)
+            if recipe.train.deterministic:
+                use_deterministic_algorithms()
+            with garbage_kept():
+                from echelon.run.lifecycle.rank_run import run_training
+            from echelon.run.training.callbacks import build_callbacks
+
+            self.leave_without_folder()
+            heartbeat = build_heartbeat(recipe, self.folder, runtime)
+            callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
+            run_training(recipe, plan, self.folder, runtime, self.stop, heartbeat, callbacks)
+        code = ending.outcome.code
+        stop_runtime(failed=code != DONE and (code != STOPPED or self.stop.agreed is None))
+        return ending.outcome
+
+    def run_replica(self, member: str, output: "Output") -> RankOutcome:
+        """Train this process, which lives on when another one is lost; returns the outcome, also written to the folder.
+
+        It is one of a replica of a quorum, or a rank. `member`: the name of this start of it.
+        """
+        folder = self.folder
+        with OutcomeReport(folder, self._rank) as ending:
+            from echelon.recipe.load import load_recipe
+
             keep_freed_memory()
-        recipe, plan = load_agreed_run(folder, runtime)
-        if recipe.train.deterministic:
-            use_deterministic_algorithms()
-        with garbage_kept():
-            from echelon.run.lifecycle.rank_run import run_training
-        from echelon.run.training.callbacks import build_callbacks
-
-        leave_without_folder(folder, runtime.rank)
-        heartbeat = build_heartbeat(recipe, folder, runtime)
-        callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
-        run_training(recipe, plan, folder, runtime, stop, heartbeat, callbacks)
-    code = ending.outcome.code
-    stop_runtime(failed=code != DONE and (code != STOPPED or stop.agreed is None))
-    return ending.outcome
-
-
-def run_replica(folder: RunFolder, stop: StopRequest, member: str, output: "Output") -> RankOutcome:
-    """Train this process, which lives on when another one is lost; returns the outcome, also written to the folder.
-
-    It is one of a replica of a quorum, or a rank. `member`: the name of this start of it.
-    """
-    with OutcomeReport(folder, find_place().rank) as ending:
-        from echelon.recipe.load import load_recipe
-
-        keep_freed_memory()
-        _check_gpus(folder)
-        recipe, _ = load_recipe(folder.recipe_path)
-        if recipe.train.deterministic:
-            use_deterministic_algorithms()
-        with garbage_kept():
-            from echelon.run.lifecycle.kept_rank import KeptRank
-            from echelon.run.lifecycle.replica import ReplicaProcess
-        place = find_place()
-        leave_without_folder(folder, place.rank)
-        build = partial(build_heartbeat, recipe, folder)
-        if recipe.fault.on_lost_process == "replace":
-            KeptRank(folder, place, member, stop, build).train()
-        else:
-            ReplicaProcess(folder, place, member, stop, build, partial(output.show, folder)).train()
-    return ending.outcome
+            _check_gpus(folder)
+            recipe, _ = load_recipe(folder.recipe_path)
+            if recipe.train.deterministic:
+                use_deterministic_algorithms()
+            with garbage_kept():
+                from echelon.run.lifecycle.kept_rank import KeptRank
+                from echelon.run.lifecycle.replica import ReplicaProcess
+            self.leave_without_folder()
+            arguments = folder, find_place(), member, self.stop, partial(build_heartbeat, recipe, folder)
+            if recipe.fault.on_lost_process == "replace":
+                KeptRank(*arguments).train()
+            else:
+                ReplicaProcess(*arguments, partial(output.show, folder)).train()
+        return ending.outcome
 
 
 def _check_gpus(folder: RunFolder) -> None:
@@ -234,28 +282,6 @@ def build_waiting_peers(folder: RunFolder, runtime: Runtime) -> "WaitingPeers | 
     if not shares_files() or size > max(_MOST_SHARING, runtime.local_world_size):
         return None
     return WaitingPeers(RunFolder(folder.path).outcomes_dir, rank, range(size))
-
-
-def leave_without_folder(folder: RunFolder, rank: int) -> None:
-    """Make this rank exit when the run folder is gone, since its work could not be saved.
-
-    The agent reports it; under another launcher, rank 0 does.
-    """
-
-    def watch() -> NoReturn:
-        missed = 0
-        while missed < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
-            time.sleep(_FOLDER_SECONDS)
-            with suppress(OSError):  # an error of the file system does not mean that the folder is gone
-                missed = 0 if is_run(folder.path) else missed + 1
-        message = describe_gone(folder.path)
-        with suppress(OSError):  # the outcomes folder may be inside the run folder
-            write_outcome(folder.outcomes_dir, report(rank, FAILED, message, final=True))
-        if rank == 0 and not is_managed() and find_host_dir() is None:
-            logger.error(f"echelon: {message}")
-        leave(1)
-
-    threading.Thread(target=watch, name="folder", daemon=True).start()
 
 
 def leave_hanging(

@@ -22,11 +22,12 @@ from echelon.ground.launch_environment import (
     exported,
     rank_environment,
     read_clock,
+    store_environment,
 )
 from echelon.ground.logs import erase_progress_bar, keep_console_in
 from echelon.ground.open_files import allow_open_files
 from echelon.ground.run_files import is_run, newest_step
-from echelon.ground.sockets import find_free_port
+from echelon.ground.sockets import host_store_at
 from echelon.ground.stop_request import read_stop_file
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
@@ -181,7 +182,7 @@ class Agent:
             ended_at = read_clock()
             detection = None if died_at is None else max(0.0, time.time() - died_at)
             self._begin_again(job, decision, detection)
-            announced = _announce(ended_at, detection)
+            announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
 
     def _keep_console(self, folder: RunFolder, meeting: Meeting) -> None:
         """Keep what this machine prints from now on, if it keeps the journal."""
@@ -304,6 +305,8 @@ class Agent:
                 keeper.close()
             ranks.end()
         if keeper is None:
+            if (news := meeting.now()).keeper in news.lost:
+                return Cause(Outcome(FAILED, "the keeper's machine is lost"), Likelihood.ECHO, time.time())
             return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
         keeper.await_exits()
         return keeper.deaths
@@ -311,18 +314,20 @@ class Agent:
     def _train(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
         """Start this machine's ranks, and wait for their end; returns those that have failed.
 
-        The ranks meet at a free port of the machine of rank 0. A Cause: the attempt was over before they could start.
+        The ranks meet in a store of the agent of rank 0's machine, which takes that many connections from rank 0.
+        A Cause: the attempt was over before they could start.
         """
         team = meeting.now().team or [(meeting.host, job.num_processes)]
         hosts = [host for host, _ in team]
         index = hosts.index(meeting.host)
-        if index == 0:
-            meeting.post("call", words=json.dumps([self._address, find_free_port(self._address)]))
-        if not (call := meeting.await_news(_find_call)):
+        store = host_store_at(self._address) if index == 0 else None  # until the ranks have ended
+        if store is not None:
+            meeting.post("call", words=json.dumps([self._address, store.port]))
+        if not (call := meeting.await_news(lambda news: "" if news.is_over else news.call)):
             return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
         address, port = json.loads(call)
         first, world_size = sum(count for _, count in team[:index]), sum(count for _, count in team)
-        endpoint = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        endpoint = store_environment(address, port)
         ranks = LocalRanks(job.folder, self._warm)
         try:
             for local in range(job.num_processes):
@@ -367,16 +372,6 @@ def network_variables(address: str) -> dict[str, str]:
     interface = find_interface(address)
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {ADDRESS_VARIABLE: address, **names}
-
-
-def _find_call(news: AttemptNews) -> str | None:
-    """Where the ranks of an attempt meet, or its keeper; empty if the attempt is over before that is known."""
-    return "" if news.is_over else news.call
-
-
-def _announce(ended_at: float, detection: float | None) -> dict[str, str]:
-    """What the workers of the next attempt are told of the end of the last one."""
-    return {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
 
 
 def _find_newest_step(job: Workers) -> int | None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from echelon.ground.launch_environment import replica_environment
-from echelon.ground.sockets import host_store, listen_at
+from echelon.ground.sockets import host_store_at
 from echelon.ground.stored import write_text
 from echelon.ground.variables import read_environment
 from echelon.run.supervise.board import Change, MembershipStore, View, await_true, name_member
@@ -33,7 +33,6 @@ from echelon.run.supervise.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-_STORE_SECONDS = 60.0
 # How long a missing replica may take to return while the others rest, and so are not watched for hangs.
 _RETURN_SECONDS = 900.0
 # How long the processes of all machines may take to end: longer than PATIENCE_SECONDS in warm_start.py.
@@ -138,9 +137,7 @@ class ReplicaKeeper:
         others need, or of the last one, if no replica is left that trains."""
         self._job = job
         self._meeting = meeting
-        listener = listen_at(address, 0)
-        assert listener is not None, "this machine has this address"
-        self._store = host_store(listener, _STORE_SECONDS)
+        self._store = host_store_at(address)
         self._board = MembershipStore(self._store)
         self._running: dict[int, _Replica] = {}
         self._leaving = dict[str, str]()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.ground.errors import EchelonError
 from echelon.ground.hosts import HostGroup, find_interface, find_own_address
 from echelon.ground.launch_environment import exported
-from echelon.ground.sockets import host_store, listen_at
+from echelon.ground.sockets import host_store_at
 from echelon.run.folder.environment import describe_source, find_version
 from echelon.tools.doctor.link_probe import MARK
 
@@ -56,9 +56,7 @@ class CheckedMachine:
         chosen = interface or find_interface(address)
         if chosen is not None:
             self._variables = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
-        listener = listen_at(address, 0)
-        assert listener is not None, "the address is this machine's"
-        self._store = host_store(listener, 5.0)
+        self._store = host_store_at(address)
         has_gpu = torch.cuda.is_available()
         return {
             "versions": {

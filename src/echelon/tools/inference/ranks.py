@@ -31,7 +31,7 @@ from echelon.learn.opened import count_bytes
 from echelon.planner.hardware.heap import return_freed_memory
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.process_group import start_runtime, watch_starter
-from echelon.run.lifecycle.worker import leave, leave_after_peers
+from echelon.run.lifecycle.worker import RankProcess, leave
 from echelon.run.supervise.agent import Agent, worker_argv
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, Outcome, is_secondary, report, write_outcome
 from echelon.run.supervise.workers import Workers
@@ -93,7 +93,7 @@ def run_as_rank(work: Callable[[Runtime], object]) -> NoReturn:
     folder = None if outcomes is None else RunFolder(outcomes.parent, outcomes)
     messages = _redirect(rank, folder)
     if folder is not None:
-        leave_after_peers(folder)
+        RankProcess(folder).leave_after_peers()
     outcome = report(rank, DONE, "")
     try:
         runtime = start_runtime()
