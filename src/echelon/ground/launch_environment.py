@@ -357,10 +357,10 @@ def managed_environment(memory: Path | None = None) -> dict[str, str]:
 
 def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]:
     """The variables of workers that prepare the run themselves, with the folder where the agent reads outcomes."""
-    return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files)), **_keep_kernels_local()}
+    return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
 
 
-def _keep_kernels_local() -> dict[str, str]:
+def kernel_cache_environment() -> dict[str, str]:
     """Triton's cache on a disk of this machine: by default it is in the home directory, which machines may share.
 
     Its files are executed, so the folder must be this user's alone, on a disk from which files may be executed.

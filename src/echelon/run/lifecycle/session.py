@@ -20,6 +20,7 @@ from echelon.ground.launch_environment import (
     is_elastic,
     is_gpu_private,
     keeps_old_addresses,
+    kernel_cache_environment,
     managed_environment,
     shares_files,
     torch_environment,
@@ -110,8 +111,7 @@ def train_locally(
         with memory_held(is_parents and recipe.checkpoint.snapshot_every_steps is not None) as memory:
             folder.clear_outcomes()
             argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
-            job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
-            job = _kept(job, recipe)
+            job = _kept(_make_job(recipe, argv, count, folder, managed_environment(memory), memory), recipe)
             if here is None:
                 outcome = Agent(THIS_MACHINE, warm).submit(job)
             else:
@@ -188,12 +188,12 @@ def train_on_hosts(
         outcomes = scratch / "outcomes"
         outcomes.mkdir()
         folder = RunFolder(recipe.run.dir, outcomes)
-        environment = hosted_environment(outcomes, group.shares_files) | {LEAVING_VARIABLE: str(int(group.may_leave))}
+        environment = hosted_environment(outcomes, group.shares_files) | kernel_cache_environment()
+        environment[LEAVING_VARIABLE] = str(int(group.may_leave))
         if asked is not None:
             argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, environment | managed_environment())
-            job = replace(job, num_machines=group.max_nodes, prepare=preparation.prepare)
-            job = _kept(job, recipe)
+            job = _kept(replace(job, num_machines=group.max_nodes, prepare=preparation.prepare), recipe)
         else:
             argv = worker_argv("echelon", "train", *arguments)
             job = _make_job(recipe, argv, count, folder, environment)

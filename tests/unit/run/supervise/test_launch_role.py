@@ -11,9 +11,9 @@ from echelon.ground.errors import ConfigError
 from echelon.ground.launch_environment import (
     AGENT_PID_VARIABLE,
     find_place,
-    hosted_environment,
     is_elastic,
     keep_hub_cache_beside,
+    kernel_cache_environment,
     launch_role,
     shares_agent_store,
     worker_environment,
@@ -77,12 +77,12 @@ def test_kernels_of_triton_stay_on_the_machine_in_a_folder_of_its_own(tmp_path, 
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = tmp_path / f"triton-of-echelon-{os.getuid()}"
-    assert hosted_environment(tmp_path, True)["TRITON_CACHE_DIR"] == str(folder)
+    assert kernel_cache_environment()["TRITON_CACHE_DIR"] == str(folder)
     folder.chmod(0o777)  # others could put their code there
-    assert "TRITON_CACHE_DIR" not in hosted_environment(tmp_path, True)
+    assert "TRITON_CACHE_DIR" not in kernel_cache_environment()
     folder.chmod(0o700)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
-    assert "TRITON_CACHE_DIR" not in hosted_environment(tmp_path, True)
+    assert "TRITON_CACHE_DIR" not in kernel_cache_environment()
 
 
 def test_workers_share_the_cores(monkeypatch):
