@@ -21,12 +21,13 @@ def train(folder, soft, hard):
 
 def test_the_soft_limit_is_raised(tmp_path):
     write_recipe(tmp_path, train={"steps": 2})
-    ending = train(tmp_path, 43, 1024)
+    ending = train(tmp_path, 28, 1024)
     assert ending.returncode == 0, ending.stdout + ending.stderr
 
 
-def test_too_low_a_hard_limit_is_named(tmp_path):
+@pytest.mark.parametrize("limit", [28, 20], ids=["of a rank", "of the agent"])
+def test_too_low_a_hard_limit_is_named(tmp_path, limit):
     write_recipe(tmp_path, train={"steps": 2})
-    ending = train(tmp_path, 43, 43)
+    ending = train(tmp_path, limit, limit)
     assert ending.returncode == 1
-    assert "too many open files: a process here may have 43 (ulimit -n)" in ending.stderr, ending.stderr
+    assert f"too many open files: a process here may have {limit} (ulimit -n)" in ending.stderr, ending.stderr

@@ -11,8 +11,10 @@ SOCKETS_PER_RANK = 3
 
 # In a job of more ranks, of which rank 0 had 4 with each, gloo connects two when they first talk: most never do.
 _MOST_CONNECTED, _LAZY = 180, {"TORCH_GLOO_LAZY_INIT": "1"}
-# In such a job, of rank 0 with each other one: in the store of the ranks, and to gather what is saved.
-_SOCKETS_OF_FIRST = 2
+# In such a job, of rank 0 with each other one, to gather what is saved; under another launcher it also has their store.
+_SOCKETS_OF_FIRST = 1
+# Of an agent with the one that coordinates; and what an agent has besides.
+_LINES_OF_AGENT, _LEAST = 4, 20
 
 # Beyond this nothing here needs more, and programs that close all files that there may be would take minutes.
 _MOST = 2**20
@@ -50,8 +52,15 @@ def count_ranks(limit: int) -> int:
 def explain_open_files(error: BaseException) -> str | None:
     """One line for an error because a process had too many files open; None for any other error."""
     is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-    if not is_full and _TEXT not in str(error):
-        return None
+    return _explain() if is_full or _TEXT in str(error) else None
+
+
+def explain_connections(num_ranks: int, num_machines: int) -> str | None:
+    """The same line if the agent of rank 0's machine cannot have the connections of such a job; None if it can."""
+    return _explain() if num_ranks + _LINES_OF_AGENT * num_machines + _LEAST > read_limits()[0] else None
+
+
+def _explain() -> str:
     limit = read_limits()[0]
     return (
         f"too many open files: a process here may have {limit} (ulimit -n), enough for about {count_ranks(limit)} "

@@ -8,7 +8,7 @@ The part for NCCL is tested with a fake in its place: no machine with two GPUs h
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from echelon.ground.variables import NCCL_LIMITS, Place, set_variables
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, choose_device
-from echelon.learn.distributed.torch_internals import add_backend, close_connections, find_backends, list_groups
+from echelon.learn.distributed.torch_internals import add_backend, close_connections, find_backends
 
 _GPU = torch.device("cuda")
 _ABORTED = "NCCL communicator was aborted: a process of this group is lost"
@@ -97,9 +97,8 @@ class Communicator:
             self._backend = None
 
 
-def end_waits() -> None:
+def end_waits(groups: Sequence[dist.ProcessGroup]) -> None:
     """End all waits in groups that torch has formed, here and, over gloo, in the other processes. Not collective."""
-    groups = list_groups()
     for group in groups:
         close_connections(group)
     backends = [backend for group in groups for backend in find_backends(group)]

@@ -22,7 +22,7 @@ from echelon.ground.variables import Place
 from echelon.learn.checkpoint.snapshot import SnapshotsByStep
 from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.distributed.runtime import COLLECTIVE_SECONDS, leave_groups
-from echelon.learn.distributed.torch_internals import count_groups_anew, find_backends, set_timeout
+from echelon.learn.distributed.torch_internals import count_groups_anew, find_backends, list_groups, set_timeout
 from echelon.learn.distributed.transport import end_waits
 from echelon.planner.plan import load_plan
 from echelon.recipe.document import Recipe
@@ -141,7 +141,7 @@ class RankGroup:
     def close(self) -> None:
         """End all waits in the groups, here and in the other processes. Not collective."""
         with self._closing:
-            end_waits()
+            end_waits(list_groups())
 
     def __exit__(self, *error: object) -> None:
         """Leave the groups, of which the caller must have dropped what it built in them."""

@@ -172,8 +172,7 @@ class RankProcess:
     def leave_without_folder(self) -> None:
         """Exit when the run folder is gone, since the work of this rank could not be saved.
 
-        On a folder that several machines share rank 0 looks for all. The agent reports it; under another launcher, rank
-        0 does.
+        On a folder that several machines share rank 0 looks for all. The agent reports it, if there is one, or rank 0.
         """
 
         def look() -> None:
@@ -318,17 +317,12 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
 
     Collective: every rank calls it, and all raise PlanError together, with the ranks that see different files.
     """
-    import torch
-    import torch.distributed as dist
-
+    from echelon.learn.distributed.objects import gather_objects
     from echelon.planner.plan import load_plan
     from echelon.recipe.load import load_recipe
     from echelon.run.lifecycle.setup import digest_run
 
-    mine = torch.tensor([digest_run(folder)], dtype=torch.int64, device=runtime.device)
-    everyone = [torch.zeros_like(mine) for _ in range(runtime.world_size)]
-    dist.all_gather(everyone, mine)
-    digests = [int(digest) for digest in everyone]
+    digests = gather_objects(digest_run(folder), None)
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0] or digest == 0]
     if differing:
         ranks = ", ".join(map(str, differing))

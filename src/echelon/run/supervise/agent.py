@@ -25,7 +25,7 @@ from echelon.ground.launch_environment import (
     store_environment,
 )
 from echelon.ground.logs import erase_progress_bar, keep_console_in
-from echelon.ground.open_files import allow_open_files
+from echelon.ground.open_files import allow_open_files, explain_connections
 from echelon.ground.run_files import is_run, newest_step
 from echelon.ground.sockets import host_store_at
 from echelon.ground.stop_request import read_stop_file
@@ -318,15 +318,17 @@ class Agent:
         A Cause: the attempt was over before they could start.
         """
         team = meeting.now().team or [(meeting.host, job.num_processes)]
-        hosts = [host for host, _ in team]
+        hosts, world_size = [host for host, _ in team], sum(count for _, count in team)
         index = hosts.index(meeting.host)
+        if index == 0 and (reason := explain_connections(world_size, len(team))) is not None:
+            return Cause(Outcome(FAILED, reason, final=True), Likelihood.CAUSE, time.time())
         store = host_store_at(self._address) if index == 0 else None  # until the ranks have ended
         if store is not None:
             meeting.post("call", words=json.dumps([self._address, store.port]))
         if not (call := meeting.await_news(lambda news: "" if news.is_over else news.call)):
             return Cause(Outcome(DONE), Likelihood.NOTHING, time.time())
         address, port = json.loads(call)
-        first, world_size = sum(count for _, count in team[:index]), sum(count for _, count in team)
+        first = sum(count for _, count in team[:index])
         endpoint = store_environment(address, port)
         ranks = LocalRanks(job.folder, self._warm)
         try:

@@ -5,7 +5,6 @@ Also whether a failed group of processes is restarted, and with which message.
 
 import logging
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from echelon.ground.hosts import HostGroup
 from echelon.ground.stored import open_to_append
 from echelon.ground.variables import read_environment
+from echelon.run.supervise.board import await_true
 from echelon.run.supervise.outcome import (
     DONE,
     FAILED,
@@ -34,7 +34,6 @@ AWAITS_VARIABLE = "ECHELON_AWAITS_MACHINES"
 # Set by a script that starts machines: the file for the names of those that it should leave out the next time.
 _BAD_MACHINES_VARIABLE = "ECHELON_BAD_MACHINES"
 
-_LOOK_SECONDS = 0.1
 # The part of a message that differs between two occurrences of the same failure: the rank that failed first.
 _WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
 
@@ -99,10 +98,7 @@ class Vacancies:
             return False
         start = "from the beginning" if step is None else f"from step {step}"
         logger.warning(f"{message}; this machine waits for others in the place of those that left, and goes on {start}")
-        until = time.monotonic() + seconds
-        while not asked and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-        return not asked
+        return not await_true(lambda: bool(asked), seconds)
 
 
 @dataclass(frozen=True)

@@ -78,13 +78,9 @@ def test_connections_of_gloo_are_closed_before_any_communicator_is_aborted(monke
     def build(number, name):
         backend = Backend(name)
         backend.abort = lambda: (rendezvous.wait(SECONDS), order.append("abort"))
-        return SimpleNamespace(number=number, _get_backend=lambda device: backend)
+        return SimpleNamespace(number=number, _device_types=["one"], _get_backend=lambda device: backend)
 
-    def has_none(device):
-        raise RuntimeError("No backend type associated with device type cuda")
-
-    alone = SimpleNamespace(number=3, _get_backend=has_none)
-    end_waits([build(0, "nccl"), build(1, "nccl"), build(2, "gloo"), alone])
+    end_waits([build(0, "nccl"), build(1, "nccl"), build(2, "gloo"), SimpleNamespace(number=3, _device_types=[])])
     assert order == ["close 0", "close 1", "close 2", "close 3", "abort", "abort"]
 
 
