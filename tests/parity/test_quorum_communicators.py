@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from echelon.learn.distributed.mesh import ViewChanged
+from echelon.learn.distributed.mesh import ViewChanged, wait_for
 from echelon.learn.distributed.transport import end_waits
 from echelon.run.lifecycle import view_group
 from echelon.run.lifecycle.view_group import Inside, LossWatch, ViewMembership, form_inside
@@ -112,26 +112,25 @@ def send_a_part(path, is_sent):
     dist.send(message, 0)
 
 
-def wait_for_the_rest(path, is_sent):
+def wait_for_the_rest(path, is_sent, is_later):
     """Wait for the message of the other process, and end all waits when that stands still."""
     view_group.STUCK_SECONDS = 0.5
     message = join_two(path, 0)
     LossWatch(is_sent.is_set, lambda: end_waits([dist.group.WORLD]))
     with suppress(RuntimeError):  # which would end this process, too
-        dist.recv(message, 1)
+        wait_for([dist.irecv(message, 1)]) if is_later else dist.recv(message, 1)
 
 
-def test_a_process_that_waits_for_the_rest_of_a_message_ends_and_so_is_lost(tmp_path):
+@pytest.mark.parametrize("is_later", [False, True], ids=["in a call", "after it"])
+def test_a_process_that_waits_for_the_rest_of_a_message_ends_and_so_is_lost(tmp_path, is_later):
     """gloo does not end this wait when the connection is closed, here or by the other process.
 
     On a busy machine the other process may stand still before it sends, or after it has sent all: then the wait ends.
     """
     for number in range(8):
         is_sent, path = WARM.Event(), str(tmp_path / f"store-{number}")
-        sending, waiting = (
-            WARM.Process(target=target, args=(path, is_sent), daemon=True)
-            for target in (send_a_part, wait_for_the_rest)
-        )
+        sending = WARM.Process(target=send_a_part, args=(path, is_sent), daemon=True)
+        waiting = WARM.Process(target=wait_for_the_rest, args=(path, is_sent, is_later), daemon=True)
         sending.start()
         waiting.start()
         waiting.join(SECONDS)

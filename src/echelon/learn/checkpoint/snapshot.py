@@ -17,6 +17,7 @@ from torch import Tensor
 from echelon.ground.errors import CheckpointError
 from echelon.learn.checkpoint.folder import Checkpoint, find_checkpoints
 from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.learn.distributed.mesh import wait_for
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 from echelon.learn.model.sharding import local_part
 
@@ -262,7 +263,4 @@ def _look(part: Tensor, place: int, like: Tensor) -> Tensor:
 
 def _exchange(mine: Tensor, to: int, other: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Send a tensor to a rank, and receive another one from a rank."""
-    works = [dist.isend(mine, to, group), dist.irecv(other, source, group)]
-    for work in works:
-        if work is not None:
-            work.wait()
+    wait_for([dist.isend(mine, to, group), dist.irecv(other, source, group)])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from echelon.learn.distributed.mesh import all_reduce
+from echelon.learn.distributed.mesh import all_reduce, wait_for
 from echelon.learn.distributed.torch_internals import add_backend, close_connections, enlist, strike_off
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class JointGroup(dist.ProcessGroup):
                 self._communicator.run(call)
                 return _Over()
             work = call()
-            work.wait()
+            wait_for([work])
             return work
 
         if self._step.is_open and name == "allreduce":

@@ -1,7 +1,7 @@
 """The arrangement of a plan's ranks along named axes, with the process groups and meshes derived from it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -290,9 +290,15 @@ def start_all_reduce(
     return work
 
 
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Wait for operations. Elsewhere a wait that a loss has not ended is not found: `LossWatch` looks for it."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
     """`start_all_reduce`, and wait until the result may be used. Collective."""
-    if (work := start_all_reduce(tensor, group, op)) is not None:
-        work.wait()
+    wait_for([start_all_reduce(tensor, group, op)])

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single, wait_tensor
 from typing_extensions import override
 
+from echelon.learn.distributed.mesh import wait_for
+
 
 def keep_received(tensor: Tensor) -> Tensor:
     """Return what other ranks have sent, or what stands for it, once it is there.
@@ -117,8 +119,7 @@ class GroupPeers(Isolatable, Peers):
         )
 
         def receive() -> Tensor:
-            for work in works:
-                work.wait()
+            wait_for(works)
             return received
 
         return receive

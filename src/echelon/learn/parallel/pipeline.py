@@ -27,6 +27,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from typing_extensions import override
 
 from echelon.learn.data.loader import Microbatch
+from echelon.learn.distributed.mesh import wait_for
 from echelon.learn.distributed.objects import broadcast_object
 from echelon.learn.distributed.stamp import Stamp
 from echelon.learn.model.seeds import derive_seed, seed_generators
@@ -454,8 +455,7 @@ class Pipeline(SendsWhole, ForwardBackward):
                 dist.P2POp(dist.isend, on_device, group=self._group, group_peer=peer),
                 dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
             ]
-            for transfer in dist.batch_isend_irecv(exchange):
-                transfer.wait()
+            wait_for(dist.batch_isend_irecv(exchange))
             part.copy_(on_device + other)
 
 

@@ -46,7 +46,6 @@ class KeptRank(LivingProcess):
     """A rank of a run whose lost processes are replaced, while the others wait."""
 
     _held: SnapshotsByStep = field(default_factory=SnapshotsByStep)
-    # Of losses in a row: then all start again.
     _MOST_IN_VAIN = SAME_FAILURES
 
     @override

@@ -31,6 +31,7 @@ from echelon.ground.run_files import is_run
 from echelon.ground.scratch import scratch_folder
 from echelon.ground.variables import asked_environment, read_environment, set_default_variables, set_variables
 from echelon.learn.distributed.runtime import use_deterministic_algorithms
+from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.detection import detect_cluster, detect_launched_cluster
 from echelon.planner.hardware.efa import explain_no_efa
 from echelon.planner.hardware.gpu_check import check_gpus, find_needed
@@ -385,7 +386,10 @@ def _refuse_rank(recipe: Recipe, is_hosted: bool) -> Outcome | None:
 def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun | Outcome:
     """Rank 0: prepare the run, then report the result to the others, also after an error. An Outcome ends all ranks."""
     word: dict[str, int] = {"code": FAILED, "digest": 0}
-    commits: dict[str, str] = {}
+    commits, variables = dict[str, str](), read_environment()
+
+    def find_cluster() -> Cluster:
+        return limit_to_weakest(detect_launched_cluster(find_place()), recipe, variables)
 
     def announce(found: Mapping[str, str]) -> None:
         commits.update(found)
@@ -397,15 +401,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
         if keeps_old_addresses():
             logger.warning(_SHARED_STORE)
-        variables = read_environment()
-        run = prepare_run(
-            recipe,
-            fresh,
-            lambda: limit_to_weakest(detect_launched_cluster(find_place()), recipe, variables),
-            variables,
-            patience,
-            announce,
-        )
+        run = prepare_run(recipe, fresh, find_cluster, variables, patience, announce)
         if commits and (code := await_fetched(store)) is not None:  # the failed rank reports the reason
             word["code"] = code
             return Outcome(code)

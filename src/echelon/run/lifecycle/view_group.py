@@ -4,6 +4,7 @@ Each process keeps its replica's own group, the default one, from its start to i
 it: they are left when the view ends.
 """
 
+import faulthandler
 import gc
 import logging
 import os
@@ -48,7 +49,7 @@ LEAVING_SECONDS = 120.0
 # The same of a process that is still in the call of torch.distributed in which the loss has found it. gloo ends all
 # waits but that for the rest of a message: its `Pair::signalException` passes over the one that is being read.
 STUCK_SECONDS = 5.0
-_CALLS = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_CALLS = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py", "learn/distributed/mesh.py")
 _FORMING = "_new_process_group_helper"
 # A frame of a thread, and the instruction that it is at.
 _Call = tuple[FrameType, int]
@@ -347,7 +348,7 @@ class LossWatch:
 
 
 def _find_calls() -> set[_Call]:
-    """The calls of torch.distributed in which threads of this process are, but those that form a group."""
+    """The calls of torch.distributed, and waits for them, in which threads are here, but those that form a group."""
     calls = set[_Call]()
     for frame in sys._current_frames().values():
         codes = [outer.f_code for outer, _ in islice(walk_stack(frame), 3)]  # torch's own functions around a call
@@ -360,6 +361,7 @@ def _find_calls() -> set[_Call]:
 def _end_process(seconds: float) -> None:
     logger.error(f"this process did not leave its groups {seconds:g} s after a loss, and ends")
     sys.stdout.flush()
+    faulthandler.dump_traceback()
     os._exit(1)
 
 

@@ -217,10 +217,7 @@ class RankProcess:
         return ending.outcome
 
     def run_replica(self, member: str, output: "Output") -> RankOutcome:
-        """Train this process, which lives on when another one is lost; returns the outcome, also written to the folder.
-
-        It is one of a replica of a quorum, or a rank. `member`: the name of this start of it.
-        """
+        """`run`, of a process that lives on when another one is lost. `member`: the name of this start of it."""
         folder = self.folder
         with OutcomeReport(folder, self._rank) as ending:
             from echelon.recipe.load import load_recipe

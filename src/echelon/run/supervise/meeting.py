@@ -25,6 +25,7 @@ from echelon.ground.hosts import HostGroup, limit_silence_of, open_coordinator
 from echelon.ground.sockets import answers_as_store, host_store, is_loopback
 from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise.admission import MachineReport
+from echelon.run.supervise.board import await_true
 from echelon.run.supervise.coordinator import AttemptNews, Coordinator, Message
 from echelon.run.supervise.decision import Decision, HostReport, Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
@@ -223,9 +224,8 @@ class Meeting:
     def close(self) -> None:
         """End the threads; the coordinator waits until the others have read the decision: the store ends with it."""
         store, coordinator = self._store, None if self._error is not None else self._coordinator
-        deadline = time.monotonic() + LOST_SECONDS
-        while store and coordinator and coordinator.awaits_readers() and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+        if store is not None and coordinator is not None:
+            await_true(lambda: not coordinator.awaits_readers(), LOST_SECONDS)
         self._over.set()
         self._store = None
         if isinstance(store, EtcdStore) and coordinator is not None:
