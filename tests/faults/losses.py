@@ -141,6 +141,7 @@ def render_report(rows):
     count, apart = (
         sum(len(row["losses"]) for row in at_random if where in (None, row["where"])) for where in (None, MACHINES)
     )
+    dates = [row["date"] for row in rows]
     starting = sum(loss[0] is None for row in at_random for loss in row["losses"])
     return "\n".join([
         "# Lost processes and machines, and what they cost",
@@ -159,7 +160,7 @@ def render_report(rows):
         "",
         f"Machine: {os.cpu_count()} shared CPU cores ({platform.machine()}), {platform.system()}; Python "
         f"{platform.python_version()}, torch {metadata.version('torch')}, transformers "
-        f"{metadata.version('transformers')}; {max(row['date'] for row in rows)}. Other work ran beside it.",
+        f"{metadata.version('transformers')}; {min(dates)} to {max(dates)}. Other work ran beside it.",
         "",
         "Seconds held up: from the death until the others went on. Back: until the new process trained, most of which "
         "is its start. Steps again: finished before the loss, and done again; the step that was interrupted is not "
