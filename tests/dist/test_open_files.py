@@ -25,9 +25,13 @@ def test_the_soft_limit_is_raised(tmp_path):
     assert ending.returncode == 0, ending.stdout + ending.stderr
 
 
-@pytest.mark.parametrize("limit", [28, 20], ids=["of a rank", "of the agent"])
-def test_too_low_a_hard_limit_is_named(tmp_path, limit):
-    write_recipe(tmp_path, train={"steps": 2})
+@pytest.mark.parametrize(
+    ("limit", "policy"),
+    [(28, "restart"), (20, "restart"), (20, "replace")],
+    ids=["rank", "agent", "keeper"],
+)
+def test_too_low_a_hard_limit_is_named(tmp_path, limit, policy):
+    write_recipe(tmp_path, train={"steps": 2}, fault={"on_lost_process": policy})
     ending = train(tmp_path, limit, limit)
     assert ending.returncode == 1
     assert f"too many open files: a process here may have {limit} (ulimit -n)" in ending.stderr, ending.stderr

@@ -11,8 +11,6 @@ SOCKETS_PER_RANK = 3
 
 # In a job of more ranks, of which rank 0 had 4 with each, gloo connects two when they first talk: most never do.
 _MOST_CONNECTED, _LAZY = 180, {"TORCH_GLOO_LAZY_INIT": "1"}
-# In such a job, of rank 0 with each other one, to gather what is saved; under another launcher it also has their store.
-_SOCKETS_OF_FIRST = 1
 # Of an agent with the one that coordinates; and what an agent has besides.
 _LINES_OF_AGENT, _LEAST = 4, 20
 
@@ -44,9 +42,13 @@ def read_limits() -> tuple[int, int]:
 
 
 def count_ranks(limit: int) -> int:
-    """How many ranks a job can have where a process may have so many files open."""
+    """How many ranks a job can have where a process may have so many files open.
+
+    In a large one rank 0 connects with each other one, to gather what is saved; under another launcher than echelon it
+    has their store too, and so half as many.
+    """
     connected = max(1, (limit - _OTHERS) // SOCKETS_PER_RANK)
-    return connected if connected < _MOST_CONNECTED else (limit - _OTHERS) // _SOCKETS_OF_FIRST
+    return connected if connected < _MOST_CONNECTED else limit - _OTHERS
 
 
 def explain_open_files(error: BaseException) -> str | None:
@@ -56,7 +58,7 @@ def explain_open_files(error: BaseException) -> str | None:
 
 
 def explain_connections(num_ranks: int, num_machines: int) -> str | None:
-    """The same line if the agent of rank 0's machine cannot have the connections of such a job; None if it can."""
+    """The same line if the agent that has the store of such a job cannot have its connections; None if it can."""
     return _explain() if num_ranks + _LINES_OF_AGENT * num_machines + _LEAST > read_limits()[0] else None
 
 

@@ -346,7 +346,11 @@ class DriverJob:
             for seat in present:
                 ray.kill(seat.actor)
             if time.monotonic() > until:
-                say(f"Ray offers machines that are lost, since {self._order.wait_seconds:g} s", own="echelon")
+                say(
+                    f"for launch.ray.wait_seconds={self._order.wait_seconds:g} Ray has offered machines that are lost; "
+                    "start the same job again once `ray status` shows them as dead.",
+                    own="echelon",
+                )
                 return None
             time.sleep(_LOOK_SECONDS)
         return None

@@ -147,7 +147,8 @@ class RankProcess:
     def _look_out(self) -> None:
         while True:
             for look in list(self._looks):
-                look()
+                with suppress(OSError):  # a file system may fail for a moment, and another look must not end with it
+                    look()
             time.sleep(_LOOK_SECONDS)
 
     def _leave(self, message: str, *, secondary: bool = False, final: bool = False) -> NoReturn:
@@ -176,8 +177,7 @@ class RankProcess:
         """
 
         def look() -> None:
-            with suppress(OSError):  # an error of the file system does not mean that the folder is gone
-                self._looks_in_vain = 0 if is_run(self.folder.path) else self._looks_in_vain + 1
+            self._looks_in_vain = 0 if is_run(self.folder.path) else self._looks_in_vain + 1
             if self._looks_in_vain < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
                 return
             message = describe_gone(self.folder.path)

@@ -207,8 +207,11 @@ class Agent:
         with exported(variables), self._news_shared(job, meeting):
             if not self._group.is_alone and (refusal := self._present(job, meeting)) is not None:
                 return refusal, None
-            keep = self._train if job.min_replicas is None else self._keep
-            deaths = keep(job, meeting)
+            team = meeting.now().team or [(meeting.host, job.num_processes)]
+            reason = explain_connections(sum(count for _, count in team), len(team))
+            if reason is not None and team[0][0] == meeting.host:  # which has the store of the ranks, or of the keeper
+                return Cause(Outcome(FAILED, reason, final=True), Likelihood.CAUSE, time.time()), None
+            deaths = self._train(job, meeting, team) if job.min_replicas is None else self._keep(job, meeting)
             if isinstance(deaths, Cause):
                 return deaths, None
             died_at = min((death.time for death in deaths), default=None)
@@ -311,17 +314,13 @@ class Agent:
         keeper.await_exits()
         return keeper.deaths
 
-    def _train(self, job: Workers, meeting: Meeting) -> list[ProcessDeath] | Cause:
+    def _train(self, job: Workers, meeting: Meeting, team: Sequence[tuple[str, int]]) -> list[ProcessDeath] | Cause:
         """Start this machine's ranks, and wait for their end; returns those that have failed.
 
-        The ranks meet in a store of the agent of rank 0's machine, which takes that many connections from rank 0.
-        A Cause: the attempt was over before they could start.
+        They meet in a store of the agent of rank 0's machine. A Cause: the attempt was over before they could start.
         """
-        team = meeting.now().team or [(meeting.host, job.num_processes)]
         hosts, world_size = [host for host, _ in team], sum(count for _, count in team)
         index = hosts.index(meeting.host)
-        if index == 0 and (reason := explain_connections(world_size, len(team))) is not None:
-            return Cause(Outcome(FAILED, reason, final=True), Likelihood.CAUSE, time.time())
         store = host_store_at(self._address) if index == 0 else None  # until the ranks have ended
         if store is not None:
             meeting.post("call", words=json.dumps([self._address, store.port]))
