@@ -244,7 +244,7 @@ def test_problems_of_this_machine_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.time, "time", lambda: 1_700_000_000.0)
     monkeypatch.setattr(machine, "read_limits", lambda: (256, 1024))
     bad = {each.subject: f"{each.words}; {each.remedy}" for each in machine.examine_machine(tmp_path) if each.remedy}
-    assert bad.pop("open files").startswith("up to 1,024 for a process, enough for a job of about 362 ranks; raise")
+    assert bad.pop("open files").startswith("up to 1,024 for a process, enough for a job of about 724 ranks; raise")
     assert bad.pop("memory").startswith("1.00 GiB of 1.00 GiB free; ")
     assert bad == {
         "torch": "2.10.1; pip install 'torch>=2.11,<2.14'",
