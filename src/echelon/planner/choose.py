@@ -42,7 +42,7 @@ from echelon.planner.replica_limits import (
     check_compression,
     compressed_precision,
     describe_unproven,
-    holds_snapshots,
+    find_snapshots,
     join_servers,
 )
 from echelon.planner.time import estimate_time
@@ -146,9 +146,7 @@ class _Request:
 
     def fits(self, estimate: MemoryEstimate) -> bool:
         """Whether it fits on a device with the headroom left free, and on its machine; unknown memory fits all."""
-        there = self.cluster.host_memory_bytes
-        fits_host = there is None or estimate.host * self.cluster.devices_per_node <= there
-        return fits_host and (self.usable_bytes is None or estimate.total <= self.usable_bytes)
+        return estimate.fits(self.usable_bytes, self.cluster)
 
     def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
         return estimate_memory(self.shape, plan, self.cluster.kind)
@@ -333,20 +331,24 @@ def _build_requested(request: _Request, layout: ParallelPlan) -> tuple[ParallelP
 
 
 def _check_host_memory(request: _Request, layout: ParallelPlan, needs: MemoryEstimate) -> None:
-    """Raise PlanError if what is offloaded exceeds the memory of a machine."""
+    """Raise PlanError if what is offloaded and saved exceeds the memory of a machine."""
     there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
-    if there is None or needs.host * count <= there:
+    if there is None or needs.fits(None, request.cluster):
         return
-    offloads = {
-        "parallel.cpu_offload": "parameters, gradients and optimizer state" if layout.cpu_offload else None,
-        "train.activation_offloading": "activations" if request.recipe.train.activation_offloading else None,
+    recipe = request.recipe
+    in_host = {
+        "parallel.cpu_offload=true": "parameters, gradients and optimizer state" if layout.cpu_offload else None,
+        "train.activation_offloading=true": "activations" if recipe.train.activation_offloading else None,
+        "checkpoint.snapshot_every_steps": "snapshots" if find_snapshots(recipe) != "none" else None,
     }
-    what = {key: word for key, word in offloads.items() if word is not None}
+    what = {key: word for key, word in in_host.items() if word is not None}
+    removable = " or ".join(key.removesuffix("=true") for key in what)
+    needed = needs.host + needs.saves
     raise PlanError(
-        f"{' and '.join(f'{key}=true' for key in what)}: {layout.strategy} needs {render_bytes(needs.host)} for "
-        f"{' and '.join(what.values())} of each of {count} processes in host memory, "
-        f"{render_bytes(needs.host * count)} in total, but a machine has {render_bytes(there)}; use more machines, "
-        f"machines with more memory, or remove {' or '.join(what)}."
+        f"{' and '.join(what) or 'checkpoint'}: {layout.strategy} needs {render_bytes(needed)} of host memory for each "
+        f"of {count} processes ({'; '.join([*what.values(), 'copies that checkpoints are written from'])}), "
+        f"{render_bytes(needed * count)} in total, but a machine has {render_bytes(there)}; use more machines, or "
+        f"machines with more memory{f', or remove {removable}' if what else ''}."
     )
 
 
@@ -446,7 +448,7 @@ def _build_plan(
         teacher_hidden_size=teacher_hidden_size,
         loss=find_loss_kind(request.recipe.objective),
         num_reward_parameters=count_reward_models(request.recipe),
-        holds_snapshots=holds_snapshots(request.recipe),
+        snapshots=find_snapshots(request.recipe),
         activation_offloading=bool(request.recipe.train.activation_offloading),
         activation_loading_horizon=int(request.recipe.train.activation_offloading) or 1,
         compile=request.compile,

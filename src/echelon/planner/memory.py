@@ -13,7 +13,7 @@ from echelon.planner.activations import FP32_BYTES, activation_bytes, answer_byt
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.axes.axis import RankLoad
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
-from echelon.planner.hardware.accelerators import DeviceKind
+from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.memory_parts import MemoryParts, StoredBytes
 from echelon.planner.model_shape import FUNCTION_LOGITS, TEACHER_LOGITS, ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, LossKind, ParallelPlan, RolloutPlan
@@ -32,7 +32,9 @@ _CAPPED = (
 _COMPILED = "compiled layers keep what was measured on a CPU: their input, results of products and attention"
 _EAGER = "activations are those of eager execution; a compiled model needs less"
 _COPIED = "a quorum sends copies of gradients, which count as optimizer"
-_HELD = "four parts of the state, of two snapshots each of this process and of another one, count as optimizer"
+_HELD = "four parts of the state, of two snapshots each of this process and of another one, count as {}"
+# Of a snapshot in a folder: two files, while one replaces the other, and what they are written from.
+_FOLDER_COPIES = 3
 # fp32 tensors of the size of a chunk's logits that a loss function holds at once, eagerly and compiled, as measured on
 # a CPU (test_objective_memory.py).
 _LOSS_TENSORS: dict[LossKind, tuple[float, float]] = {
@@ -53,8 +55,9 @@ class MemoryEstimate:
 
     The peak is at the loss, or with checkpointing at the first recomputed layer, when most of `logits` is freed.
     `answers` are sampled before the loss, when there are no gradients and activations yet; the larger of both counts.
-    `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` is not
-    part of the total: it is what `parallel.cpu_offload` and `train.activation_offloading` keep in host memory.
+    `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` and
+    `saves` are not part of the total. `host`: what `parallel.cpu_offload` and `train.activation_offloading` keep in
+    host memory. `saves`: of a GPU, the copies there that checkpoints are written from, and snapshots.
     `assumptions`: what the plan uses and the estimate simplifies.
     """
 
@@ -67,6 +70,7 @@ class MemoryEstimate:
     host: int = 0
     answers: int = 0
     assumptions: tuple[str, ...] = ()
+    saves: int = 0
 
     @property
     def states(self) -> int:
@@ -77,6 +81,11 @@ class MemoryEstimate:
     def total(self) -> int:
         """All parts that are there at once."""
         return self.states + max(self.activations + self.logits, self.answers - self.gradients)
+
+    def fits(self, usable: float | None, cluster: Cluster) -> bool:
+        """Whether it fits in the usable bytes of a device, and in the memory of a machine; None: unknown, fits all."""
+        there, needed = cluster.host_memory_bytes, (self.host + self.saves) * cluster.devices_per_node
+        return (there is None or needed <= there) and (usable is None or self.total <= usable)
 
 
 def describe_peak_memory(is_gpu: bool) -> str:
@@ -166,11 +175,12 @@ class _LoadBytes:
         chunk: the logits of one chunk of the loss; 0 without the head.
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
-        agreement: what replicas, compressed gradients and held snapshots need. Not in `parts`, which are measured
-            before it is there.
+        agreement: what replicas, compressed gradients and, on CPUs, held snapshots need. Not in `parts`, which are
+            measured before it is there.
         reference: the frozen copy of the initial weights, the teacher, reward models, and the weights of a sampler of
             transformers.
         host: what is kept in host memory.
+        saves: copies there of what is saved, of a GPU.
         answers: of answers that are sampled at once, instead of gradients and activations.
         assumptions: what the count simplifies.
     """
@@ -185,6 +195,7 @@ class _LoadBytes:
     agreement: int
     reference: int
     host: int
+    saves: int
     answers: int
     assumptions: tuple[str, ...]
 
@@ -202,6 +213,7 @@ class _LoadBytes:
             host=self.host,
             answers=self.answers,
             assumptions=self.assumptions,
+            saves=self.saves,
         )
 
     def parts(self) -> MemoryParts:
@@ -223,12 +235,14 @@ def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> tup
     """The bytes of each rank with other layers, without those that need less than another one with equal layers."""
     hidden = plan.micro_batch_size * plan.part_len * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
     loads = keep_heaviest(rank_loads(shape, plan, hidden))
-    return tuple(_count_load(load, plan, kind, shape.head_size) for load in loads)
+    written = -(-estimate_checkpoint(shape, plan) // plan.world_size)
+    return tuple(_count_load(load, plan, kind, shape.head_size, written) for load in loads)
 
 
-def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size: int) -> _LoadBytes:
-    """`head_size`: of the whole head; that of `load` may be a part."""
-    shape = load.shape
+def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size: int, written: int) -> _LoadBytes:
+    """`head_size`: of the whole head; that of `load` may be a part. `written`: bytes of a checkpoint, by this rank."""
+    shape, is_gpu = load.shape, kind == "cuda"
+    held = _held_bytes(shape, plan) if plan.snapshots == "in_ranks" else 0
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length, tokens = plan.part_len, plan.microbatch_tokens
     kept, redone, moved = activation_bytes(shape, plan, kind)
@@ -243,10 +257,11 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
         redone=redone + waits,
         chunk=chunk,
         head=head * load.num_kept,
-        agreement=agreement_bytes(plan, _num_held(shape, plan)) + _snapshot_bytes(shape, plan),
+        agreement=agreement_bytes(plan, _num_held(shape, plan)) + (0 if is_gpu else held),
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
         reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(shape, plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
+        saves=held + written * (1 + _FOLDER_COPIES * (plan.snapshots == "in_folder")) if is_gpu else 0,
         answers=_count_rows(plan) * answer_bytes(shape, plan),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
@@ -285,7 +300,7 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
         yield f"the engine {plan.engine} is counted as the native one; what it copies beside that is not counted"
     if plan.compile:
         yield _COMPILED if knows_compiled(shape, plan) else _EAGER
-    yield from _list_copies(plan)
+    yield from _list_copies(plan, kind)
     if not plan.uses_fully_shard and plan.dp_size > 1:
         yield "DDP's gradients are views into its buckets"
     row = OPTIMIZERS.get(plan.optimizer)
@@ -308,11 +323,11 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
     yield "temporary workspace, allocator fragmentation and gradients of activations use the headroom"
 
 
-def _list_copies(plan: ParallelPlan) -> Iterator[str]:
+def _list_copies(plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
     if plan.sync.name == QUORUM:
         yield _COPIED
-    if plan.holds_snapshots:
-        yield _HELD
+    if plan.snapshots == "in_ranks":
+        yield _HELD.format("host memory" if kind == "cuda" else "optimizer")
 
 
 @dataclass(frozen=True)
@@ -413,10 +428,8 @@ def count_held(shape: ModelShape, plan: ParallelPlan) -> int:
     return max(_num_held(load.shape, replace(plan, adapter=load.adapter)) for load in rank_loads(shape, plan))
 
 
-def _snapshot_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+def _held_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     """Bytes of the snapshots that one rank holds: two of its own part of a checkpoint, and two of another rank's."""
-    if not plan.holds_snapshots:
-        return 0
     held = _num_held(shape, plan)
     optimizer = -(-_optimizer_bytes(shape, plan) // plan.num_shards)
     one_replica = replace(plan, num_replicas=1)

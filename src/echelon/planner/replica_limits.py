@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
+from echelon.planner.plan import ParallelPlan, Precision, SnapshotPlace, SyncPlan
 from echelon.recipe.synchronization import PARAMETER_SERVER
 
 if TYPE_CHECKING:
@@ -68,9 +68,11 @@ def name_living_on(recipe: "Recipe") -> str | None:
     return None if value == "restart" else f"fault.on_lost_process={value}"
 
 
-def holds_snapshots(recipe: "Recipe") -> bool:
-    """Whether the ranks of a run hold its snapshots themselves."""
-    return recipe.fault.on_lost_process == "replace" and recipe.checkpoint.snapshot_every_steps is not None
+def find_snapshots(recipe: "Recipe") -> SnapshotPlace:
+    """Where a run keeps its snapshots in memory, if it takes any."""
+    if recipe.checkpoint.snapshot_every_steps is None:
+        return "none"
+    return "in_ranks" if recipe.fault.on_lost_process == "replace" else "in_folder"
 
 
 def refuse_living_on(recipe: "Recipe") -> None:

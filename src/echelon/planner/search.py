@@ -60,7 +60,7 @@ class SizedPlan:
     @property
     def fits(self) -> bool:
         """Whether the plan leaves the usual headroom on each device, and fits into the memory of its machine."""
-        return _fits(self.memory, self.usable_bytes, self.cluster)
+        return self.memory.fits(self.usable_bytes, self.cluster)
 
     def name(self) -> str:
         """The strategy and the degrees above 1, and what is special about them."""
@@ -187,7 +187,7 @@ def search_plans(
 
     for variant, first in _resolve_layouts(recipe, shape, cluster, divide, refused):
         for candidate in _list_found(variant, first, shape, cluster, usable, by):
-            if not _fits(candidate.needs, usable, cluster):
+            if not candidate.needs.fits(usable, cluster):
                 others.append(candidate)
             elif (key := _identify(candidate.plan)) not in fitting:
                 fitting[key] = rank(candidate)
@@ -237,7 +237,7 @@ def _list_found(
         for policies in list_policies(variant, plan, cluster.kind)[:: -1 if by == "memory" else 1]:
             measured = [measure(policy) for policy in policies]
             tried += measured
-            fitting += [candidate for candidate in measured if _fits(candidate.needs, usable, cluster)]
+            fitting += [candidate for candidate in measured if candidate.needs.fits(usable, cluster)]
             is_enough = any(by == "memory" or not candidate.plan.activation_offloading for candidate in fitting)
             if is_enough or (memory is not None and measured[0].needs.states > memory):
                 break
@@ -297,12 +297,6 @@ def _identify(plan: ParallelPlan) -> tuple[ParallelPlan, bool]:
 def _find_usable(cluster: Cluster) -> float | None:
     memory = cluster.accelerator.memory_bytes
     return None if memory is None else memory * (1 - MEMORY_HEADROOM)
-
-
-def _fits(needs: MemoryEstimate, usable: float | None, cluster: Cluster) -> bool:
-    there = cluster.host_memory_bytes
-    fits_host = there is None or needs.host * cluster.devices_per_node <= there
-    return fits_host and (usable is None or needs.total <= usable)
 
 
 def rank_plans(candidates: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:

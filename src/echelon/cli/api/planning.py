@@ -245,6 +245,8 @@ def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str
         yield f"  answers, before there are gradients and activations: {render_bytes(estimate.answers)}"
     if estimate.host:
         yield f"  in host memory: {render_bytes(estimate.host)}"
+    if estimate.saves:
+        yield f"  in host memory, for checkpoints and snapshots: {render_bytes(estimate.saves)}"
     for assumption in estimate.assumptions:
         yield f"  assumes: {assumption}"
 
