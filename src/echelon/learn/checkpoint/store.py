@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from echelon.ground.checksums import ELSEWHERE, Files, describe_files, find_faults, list_files, write_manifest
@@ -44,6 +44,7 @@ from echelon.learn.checkpoint.folder import (
     publish,
 )
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
+from echelon.learn.model.sharding import local_part
 
 if TYPE_CHECKING:
     from echelon.learn.checkpoint.carrier import Carrier, Uploads
@@ -203,45 +204,57 @@ class Stager(BlockingAsyncStager):
     """Copies the tensors of a save into the buffers of the previous save, which `save` waits for.
 
     New buffers would take several times as long as the copy, because every page must first be allocated and cleared.
-    Without a GPU a few threads copy, since a single thread does not reach the memory bandwidth. With a GPU, torch's own
-    cache is pinned memory, the fastest target for device copies. Pinning takes seconds for every ten gigabytes, so
-    `prepare` does it in a thread.
+    Without a GPU a few threads copy, since a single thread does not reach the memory bandwidth. With a GPU the buffers
+    are pinned, the fastest target for its copies. Pinning takes seconds for every ten gigabytes, so `prepare` does it
+    in a thread.
     """
 
     def __init__(self) -> None:
-        super().__init__(cache_staged_state_dict=True)
+        super().__init__()
         self._shapes: dict[str, Any] = {}
-        self._parts: list[BlockingAsyncStager] = []
-        self._allocated: Future[Any] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._allocated: Future[dict[str, torch.Tensor]] | None = None
 
     def prepare(self, tensors: Mapping[str, Any]) -> None:
         """With a GPU, begin to allocate the buffers for these tensors; the first `stage` of the same ones uses them."""
         if torch.cuda.is_available():
             self._shapes = _describe(tensors)
             allocator = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
-            self._allocated = allocator.submit(_state_dict_utils._create_cpu_state_dict, dict(tensors), pin_memory=True)
+            self._allocated = allocator.submit(allocate_buffers, tensors, pinned=True)
             allocator.shutdown(wait=False)
 
     @override
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         allocated, self._allocated = self._allocated, None
         if allocated is not None:
-            self.state_dict_cache = allocated.result()
-        shapes = _describe(state_dict)
-        if shapes != self._shapes:
-            self._shapes, self._parts, self.state_dict_cache = shapes, [], None
-        return super().stage(state_dict) if torch.cuda.is_available() else self._copy(state_dict)
+            self._buffers = allocated.result()
+        has_gpu, shapes = torch.cuda.is_available(), _describe(state_dict)
+        if shapes != self._shapes or not self._buffers:
+            self._shapes, self._buffers = shapes, allocate_buffers(state_dict, has_gpu)
 
-    def _copy(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = list(state_dict)
-        shares = [{name: state_dict[name] for name in names[first::_COPIERS]} for first in range(_COPIERS)]
-        if not self._parts:
-            self._parts = [BlockingAsyncStager(cache_staged_state_dict=True) for _ in shares]
-            for part, share in zip(self._parts, shares, strict=True):
-                part.state_dict_cache = BlockingAsyncStager().stage(share)
-        with ThreadPoolExecutor(_COPIERS) as copiers:
-            copies = list(copiers.map(lambda part, share: part.stage(share), self._parts, shares))
-        return {name: copies[index % _COPIERS][name] for index, name in enumerate(names)}
+        def copy(name: str) -> None:
+            local_part(self._buffers[name]).copy_(local_part(state_dict[name].detach()), non_blocking=has_gpu)
+
+        if has_gpu:
+            for name in state_dict:
+                copy(name)
+            torch.cuda.synchronize()
+        else:
+            with ThreadPoolExecutor(_COPIERS) as copiers:
+                list(copiers.map(copy, state_dict))
+        return dict(self._buffers)
+
+
+def allocate_buffers(tensors: Mapping[str, torch.Tensor], pinned: bool) -> dict[str, torch.Tensor]:
+    """Tensors and DTensors like these in host memory, without copying what these contain."""
+    buffers = {}
+    for name, tensor in tensors.items():
+        buffers[name] = torch.empty(local_part(tensor.detach()).shape, dtype=tensor.dtype, pin_memory=pinned)
+        if isinstance(tensor, DTensor):
+            whole: Any = tensor.detach().to("meta")
+            whole._local_tensor = buffers[name]
+            buffers[name] = whole
+    return buffers
 
 
 def _describe(tensors: Mapping[str, Any]) -> dict[str, Any]:

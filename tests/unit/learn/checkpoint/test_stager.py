@@ -6,26 +6,26 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import staging
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.learn.checkpoint.store import CheckpointStore, Stager
+from echelon.learn.checkpoint import store as store_module
+from echelon.learn.checkpoint.store import CheckpointStore, Stager, allocate_buffers
 
 
 class Allocations:
-    """torch's allocation of pinned buffers, in memory that is not pinned; notes the thread of each."""
+    """The allocation of pinned buffers, in memory that is not pinned; notes the thread of each."""
 
     def __init__(self, monkeypatch):
         self.threads = []
-        self._allocate = staging._create_cpu_state_dict
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        for module in (_state_dict_utils, staging):
-            monkeypatch.setattr(module, "_create_cpu_state_dict", self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(store_module, "allocate_buffers", self)
 
-    def __call__(self, state_dict, pin_memory=False):
-        assert pin_memory
+    def __call__(self, tensors, pinned):
+        assert pinned
         self.threads.append(threading.current_thread())
-        return self._allocate(state_dict)
+        return allocate_buffers(tensors, pinned=False)
 
 
 @pytest.fixture
@@ -54,13 +54,46 @@ def test_the_first_save_after_a_rehearsal_allocates_nothing(allocations):
 
 
 @pytest.fixture
-def store(tmp_path):
-    """A store of one process, and no GPU."""
+def group():
+    """The process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def store(group, tmp_path):
+    """A store of one process, and no GPU."""
     store = CheckpointStore(tmp_path, keep_last=1, asynchronous=True)
     yield store
     store.close()
-    dist.destroy_process_group()
+
+
+class Copies(TorchDispatchMode):
+    """Notes the operations that read what a tensor contains."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if "copy" in operation.name() or "clone" in operation.name():
+            self.names += [] if result.device.type == "meta" else [operation.name()]
+        return result
+
+
+def test_buffers_of_sharded_tensors_are_allocated_without_a_copy(group):
+    """On a GPU each copy would wait for the stream of the first steps."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    tensors = {"weight": distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]), "step": torch.tensor(1.0)}
+    with Copies() as copies:
+        buffers = allocate_buffers(tensors, pinned=False)
+    assert copies.names == []
+    assert (buffers["weight"].placements, buffers["weight"].shape) == (tensors["weight"].placements, (3, 2))
+    copied = Stager().stage(tensors)
+    assert torch.equal(copied["weight"].to_local(), tensors["weight"].to_local())
+    assert copied["weight"].to_local().data_ptr() != tensors["weight"].to_local().data_ptr()
 
 
 def test_the_rehearsal_of_a_store_allocates_for_its_first_save(store, allocations):
@@ -82,12 +115,12 @@ def test_other_tensors_than_rehearsed_get_buffers_of_their_own(allocations):
 
 
 def test_an_allocation_that_failed_is_repeated_by_the_next_save(allocations, monkeypatch):
-    def fail(state_dict, pin_memory):
+    def fail(tensors, pinned):
         raise RuntimeError("out of host memory")
 
     stager = Stager()
     with monkeypatch.context() as patched:
-        patched.setattr(_state_dict_utils, "_create_cpu_state_dict", fail)
+        patched.setattr(store_module, "allocate_buffers", fail)
         stager.prepare(build_tensors(0.0))
         with pytest.raises(RuntimeError, match="out of host memory"):
             stager.stage(build_tensors(1.0))
