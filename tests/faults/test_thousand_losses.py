@@ -89,7 +89,8 @@ class Case(NamedTuple):
         if self.is_replaced:
             fault["on_lost_process"], checkpoint["snapshot_every_steps"] = "replace", 4
         else:
-            fault["on_lost_process"], sections["sync"] = "continue", {"replicas": self.replicas}
+            if not self.servers:  # whose workers go on in any case
+                fault["on_lost_process"], sections["sync"] = "continue", {"replicas": self.replicas}
             sections["optim"] = {"learning_rate": 1e-4}  # so that rounding does not grow over some hundred steps
         return {**sections, **(self.sections or {})}
 

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint import staging
 
+from echelon.learn.checkpoint import store as store_module
+from echelon.learn.checkpoint.snapshot import PeerMemory, SnapshotsByStep
 from echelon.learn.checkpoint.store import CheckpointStore, Stager
 from tests.gpu.gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
 from tests.parity.training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
@@ -33,10 +34,22 @@ def test_the_first_save_copies_into_memory_that_the_rehearsal_has_pinned(gpu, mo
     tensors = {f"w{index}": torch.full((1024, 4096), float(index), device=gpu.device) for index in range(8)}
     stager = Stager()
     stager.prepare(tensors)
-    monkeypatch.setattr(staging, "_create_cpu_state_dict", lambda *_, **__: pytest.fail("it allocates"))
+    monkeypatch.setattr(store_module, "allocate_buffers", lambda *_, **__: pytest.fail("it allocates"))
     copied = stager.stage(tensors)
-    torch.cuda.synchronize()
     assert all(copied[name].is_pinned() and torch.equal(copied[name], tensors[name].cpu()) for name in tensors)
+
+
+@pytest.mark.device
+def test_a_held_snapshot_is_of_the_step_that_took_it(gpu):
+    """`save` returns before the copy; what runs on the device afterwards comes after it."""
+    tensors, held = {"weight": torch.full((4096, 4096), 1.0, device=gpu.device)}, SnapshotsByStep()
+    memory = PeerMemory(held, 1, 1)
+    for step in (1, 2):
+        memory.save(step, tensors, {})
+        tensors["weight"].add_(1.0)
+    memory.close()
+    assert held.whole == 2 and held.own[2].is_pinned()
+    assert held.own[2].view(torch.float32).unique().tolist() == [2.0]
 
 
 @pytest.mark.parametrize(

@@ -99,22 +99,28 @@ class SnapshotsByStep:
         own: the bytes of its own part.
         other: those of the part of another rank.
         states: what is not a tensor, as JSON values, the same on every rank.
+        whole: the newest step of which all ranks held what they should, as far as this process knows.
     """
 
     own: dict[int, Tensor] = field(default_factory=dict)
     other: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    whole: int | None = None
     _spare: list[Tensor] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory for a part, that of a dropped one if there is one of this size: new pages take longer than a copy."""
+        """Memory for a part, that of a dropped one if there is one of this size: new pages take longer than a copy.
+
+        With a GPU it is pinned.
+        """
         for index, part in enumerate(self._spare):
             if part.numel() == num_bytes:
                 return self._spare.pop(index)
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def keep_only(self, step: int) -> None:
-        """Drop what is of another step."""
+        """Drop what is of another step than this one, of which all ranks hold what they should."""
+        self.whole = step
         self._spare.clear()
         for parts in (self.own, self.other):
             self._spare += [parts.pop(other) for other in list(parts) if other != step]
@@ -139,9 +145,9 @@ class HeldSnapshot:
 class PeerMemory:
     """Saves the run's state to the memory of its ranks; the part of a lost rank is in that of another one.
 
-    A snapshot is copied before `save` returns, and sent in a thread, over a gloo group of its own. It replaces the one
-    before when all ranks hold what they should: of two snapshots one is always whole. Every method is collective,
-    except `is_due`, `fill` and `drop`.
+    A snapshot is copied before the next operation on the device that `save` was called on, which may be after `save`
+    returns. A thread sends it over a gloo group of its own. It replaces the one before when all ranks hold what they
+    should: of two snapshots one is always whole. Every method is collective, except `is_due`, `fill` and `drop`.
     """
 
     is_beside = True
@@ -171,12 +177,15 @@ class PeerMemory:
         part = self._held.allocate(size)
         for name, tensor in tensors.items():
             source = local_part(tensor.detach())
-            _look(part, places[name], source).copy_(source)
+            _look(part, places[name], source).copy_(source, non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         self._held.own[step], self._held.states[step] = part, dict(state)
-        self._pending = self._thread.submit(self._send, step)
+        self._pending = self._thread.submit(self._send, step, copied)
 
-    def _send(self, step: int) -> None:
+    def _send(self, step: int, copied: torch.cuda.Event | None = None) -> None:
         """In the thread, exchange a snapshot with two other ranks, and drop the one before."""
+        if copied is not None:
+            copied.synchronize()
         held, to, source = self._held, self._holder(self._rank), (self._rank - self._distance) % self._size
         if to != self._rank:
             part = held.own[step]
@@ -194,7 +203,9 @@ class PeerMemory:
     def newest(self) -> HeldSnapshot | None:
         """The newest snapshot of which every part is held; None if there is none. The same on every rank."""
         by_rank = gather_objects((set(self._held.own), set(self._held.other)), None)
-        for step in sorted(set().union(*(steps for steps, _ in by_rank)), reverse=True):
+        # What a rank copied while another one was lost may be of a collective that was given up.
+        whole = {step for step in gather_objects(self._held.whole, None) if step is not None}
+        for step in sorted(whole, reverse=True):
             lost = tuple(rank for rank, (steps, _) in enumerate(by_rank) if step not in steps)
             if all(step in by_rank[self._holder(rank)][1] for rank in lost):
                 return HeldSnapshot(step, next(rank for rank in range(self._size) if rank not in lost), lost)
