@@ -10,7 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.sampling import Sampling
+from echelon.learn.distributed.traffic import count_traffic
 from echelon.learn.learner import Learner
+from echelon.planner.plan import RolloutPlan
+from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from tests.parity.training import Row, prepare, with_ranks
 
@@ -143,6 +146,31 @@ def test_answers_leave_no_trace_in_the_training(workers, text, tmp_path, row):
         workers.run(train_and_answer, row.ranks, str(path), plan, samplings) for samplings in ([SAMPLED], [])
     )
     assert [each[2] for each in with_answers] == [each[2] for each in without]
+
+
+def count_token_bytes(rank, world_size, path, plan):
+    """The bytes that this rank sends for 4 tokens and for 12, and the sums of a step after them."""
+    meter, sent = count_traffic(), []
+    recipe, _ = load_recipe(Path(path))
+    with closing(Learner.build(recipe, plan)) as learner:
+        for count in (4, 12):
+            meter.take()
+            learner.generate(PROMPTS[:1], replace(GREEDY, max_tokens=count), stops=[])
+            sent.append(meter.take())
+        return (*sent, take_step(learner, 0))
+
+
+def test_weights_may_stay_whole_while_answers_are_sampled(workers, text, tmp_path):
+    row = with_ranks(Row("fsdp"), 2, micro_batch=2)
+    path, plan = prepare(row, tmp_path, text, STEPS + 1)
+    (few, many, freed), (few_whole, many_whole, kept) = (
+        workers.run(count_token_bytes, 2, str(path), replace(plan, rollout=rollout))[0]
+        for rollout in (RolloutPlan(1, 12, 1, 1), RolloutPlan(1, 12, 1, 1, gathers_once=True))
+    )
+    assert freed == kept
+    shape = build_shape(row.config())
+    half = shape.num_layers * shape.num_layer_parameters * 4 / 2  # what this rank has of the layers, in fp32
+    assert many - few >= 8 * half and many_whole - few_whole < 0.01 * half
 
 
 def answer_uneven(rank, world_size, path, plan):

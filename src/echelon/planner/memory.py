@@ -130,7 +130,8 @@ def add_rollout(
     """Return the plan with the rollout of the recipe, if it has one.
 
     As many answers are sampled at once as fit beside the weights and the optimizer's state: at least one, and at most
-    `rollout.max_num_seqs`.
+    `rollout.max_num_seqs`. Sharded weights are gathered once, instead of for each token, if that leaves room for half
+    of them.
 
     Args:
         usable: bytes of a device; None if unknown.
@@ -145,8 +146,13 @@ def add_rollout(
     rollout = RolloutPlan(group_size, tokens, config.updates, 1, config.sampler)
     if usable is not None:
         needs = estimate_memory(shape, replace(plan, rollout=rollout), kind)
-        room = usable - (needs.states - needs.gradients)
-        rows = max(1, min(rows, int(room / max(1, needs.answers))))
+        room, each = usable - (needs.states - needs.gradients), max(1, needs.answers)
+        fitting = max(1, min(rows, int(room / each)))
+        beside_whole = min(rows, int((room - _freed_bytes(shape, plan)) / each))
+        gathers_once = plan.reshard_after_forward and plan.engine == NATIVE and not plan.stages
+        gathers_once = gathers_once and 2 * beside_whole >= fitting
+        rollout = replace(rollout, gathers_once=gathers_once)
+        rows = beside_whole if gathers_once else fitting
     return replace(plan, rollout=replace(rollout, max_num_seqs=rows))
 
 
@@ -243,6 +249,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
     """`head_size`: of the whole head; that of `load` may be a part. `written`: bytes of a checkpoint, by this rank."""
     shape, is_gpu = load.shape, kind == "cuda"
     held = _held_bytes(shape, plan) if plan.snapshots == "in_ranks" else 0
+    gathers_once = plan.rollout is not None and plan.rollout.gathers_once
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length, tokens = plan.part_len, plan.microbatch_tokens
     kept, redone, moved = activation_bytes(shape, plan, kind)
@@ -262,7 +269,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
         reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(shape, plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         saves=held + written * (1 + _FOLDER_COPIES * (plan.snapshots == "in_folder")) if is_gpu else 0,
-        answers=_count_rows(plan) * answer_bytes(shape, plan),
+        answers=_count_rows(plan) * answer_bytes(shape, plan) + (_freed_bytes(shape, plan) if gathers_once else 0),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
 
@@ -397,15 +404,25 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> _States:
     # Experts of other ranks are never gathered here.
     absent = count_absent(shape, plan)
     layer = layer.without(absent, compute)
-    # With resharding the running layer and those fetched ahead, by default one, are gathered; the rest stays gathered.
-    num_gathered = min(1 + (plan.prefetch or 1), shape.num_layers) if plan.reshard_after_forward else shape.num_layers
-    gathered = outside.gathered(compute) + num_gathered * layer.gathered(compute)
+    gathered = outside.gathered(compute) + _count_gathered(shape, plan) * layer.gathered(compute)
     unreduced = trained - (shape.num_layers * absent if plan.adapter is None else 0)
     whole_gradients = unreduced * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
     shards = (0, 0, 0) if plan.cpu_offload else _shard_states(shape, plan)
     # all-gather input, reduce-scatter input
     buffers = whole + max(part.gathered(compute) + part.trained * reduced for part in (layer, outside))
     return _States(*shards, buffers, gathered=gathered, unreduced=whole_gradients)
+
+
+def _count_gathered(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Layers whose weights are whole: with resharding the one that runs and those fetched ahead, by default one."""
+    return min(1 + (plan.prefetch or 1), shape.num_layers) if plan.reshard_after_forward else shape.num_layers
+
+
+def _freed_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes of the whole weights of all layers, less those that are whole at a time in a training step."""
+    compute = DTYPE_BYTES[plan.precision.compute]
+    layer = _parts(shape, plan)[0].without(count_absent(shape, plan), compute)
+    return (shape.num_layers - _count_gathered(shape, plan)) * layer.gathered(compute)
 
 
 def _shard_states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int]:

@@ -139,6 +139,8 @@ class RolloutPlan:
     max_num_seqs: Count
     """Answers that a rank samples at once."""
     sampler: str = "native"
+    gathers_once: bool = False
+    """Whether weights that are freed after use in a training step stay whole while answers are sampled."""
 
 
 @with_config(_STRICT)

@@ -300,8 +300,9 @@ def _describe_sampling(step: Step) -> str:
 
 def _time_token(step: Step) -> _TokenTime:
     """Return the seconds of a pass that adds one token to each row of the cache."""
-    rollout, plan, part, count = _rollout_of(step), step.plan, step.part, step.shape.num_layers
-    policy = plan.precision
+    rollout, part, count = _rollout_of(step), step.part, step.shape.num_layers
+    plan = replace(step.plan, reshard_after_forward=step.plan.reshard_after_forward and not rollout.gathers_once)
+    step, policy = replace(step, plan=plan), plan.precision
     rows, number = _divide_answers(step)[1], DTYPE_BYTES[policy.compute]
     sized = _resize(step, rows, 1)
     layer, head, launch = layer_time(sized), head_time(sized), launch_time(sized)

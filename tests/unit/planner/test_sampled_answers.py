@@ -56,8 +56,9 @@ def test_the_keys_and_values_of_an_answer_are_those_that_a_model_keeps():
     assert 3 * (longer - shorter) == kept * (shape.num_layers + 1) / shape.num_layers
 
 
-def test_as_many_answers_are_sampled_at_once_as_fit_beside_weights_and_optimizer():
-    shape, cluster, plan = resolve(build_recipe())
+@pytest.mark.parametrize("parallel", ["zero2", "fsdp"])
+def test_as_many_answers_are_sampled_at_once_as_fit_beside_weights_and_optimizer(parallel):
+    shape, cluster, plan = resolve(build_recipe(parallel=parallel))
     usable = cluster.accelerator.memory_bytes * (1 - MEMORY_HEADROOM)
     rows = plan.rollout.max_num_seqs
     assert 1 < rows < 64  # of 512 answers on 8 ranks
@@ -94,10 +95,12 @@ def test_a_token_takes_at_least_the_time_to_read_the_weights():
 
 
 def test_weights_that_are_gathered_for_every_token_make_sampling_slow():
-    shape, cluster, plan = resolve(build_recipe())
-    assert plan.strategy == "zero2"  # which gathers weights once, where fsdp gathers them for every token
-    fsdp = resolve_plan(build_recipe(parallel="fsdp"), shape, cluster)
-    slow, fast = (estimate_time(shape, candidate, cluster) for candidate in (fsdp, plan))
+    shape, cluster, plan = resolve(build_recipe(parallel="fsdp"))
+    assert plan.rollout.gathers_once and plan.reshard_after_forward  # it frees them only while it trains
+    freed = replace(plan, rollout=replace(plan.rollout, gathers_once=False))
+    slow, fast = (estimate_time(shape, candidate, cluster) for candidate in (freed, plan))
+    memory = estimate_memory(shape, plan).answers - estimate_memory(shape, freed).answers
+    assert memory == pytest.approx(30 / 32 * 7.5e9 * 2, rel=0.1)  # all but two of 32 layers, in bf16
     # One token: 7/8 of 7.5e9 parameters in 2 bytes at 370 GB/s, if nothing is beside it.
     assert slow.sampling - fast.sampling > 0.5 * 2048 * 7 / 8 * 15e9 / 370e9
     assert slow.limit == "sampling"

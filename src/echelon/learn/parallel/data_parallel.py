@@ -344,12 +344,19 @@ class FullyShard(Undivided):
     @override
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode; whatever stayed gathered is sharded again at the end, also after an error."""
+        rollout = self._plan.rollout
+        self._reshard_after_forward(self._plan.reshard_after_forward and not (rollout and rollout.gathers_once))
         try:
             with evaluation_mode(self.module):
                 yield self.module
         finally:
+            self._reshard_after_forward(self._plan.reshard_after_forward)
             for unit in self._units:
                 unit.reshard()
+
+    def _reshard_after_forward(self, is_wanted: bool) -> None:
+        for unit in self._units[1:]:  # without the root, which has a rule of its own
+            unit.set_reshard_after_forward(is_wanted, recurse=False)
 
 
 @contextmanager
