@@ -4,6 +4,7 @@ Nor does it search the model for its parts, or format stack traces, as `torch.ma
 `tests/gpu/test_gpu_host.py` lets CUDA itself forbid what waits; here every plan runs, on tensors of a CPU.
 """
 
+import gc
 import sys
 import threading
 import traceback
@@ -18,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.learn.objectives.causal_lm import CausalLM
-from tests.parity.training import Row, prepare, with_ranks
+from echelon.run.training import trainer as trainer_module
+from tests.parity.training import Row, masked_trainer, prepare, with_ranks
 from tests.parity.warm_step import WARM_UP_STEPS, warm_trainer
 
 pytestmark = pytest.mark.dist
@@ -248,3 +250,27 @@ def test_planted_reads_are_found(workers, text, tmp_path):
     [(found, fill)] = workers.run(planted_reads, 1, str(path), plan)
     assert [name for name, reads in found.items() if not reads] == []
     assert fill == []
+
+
+def collect(rank, world_size, path, plan):
+    """The steps after which Python collects garbage during a training, with the generation."""
+    found = []
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+
+        def note(phase, told):
+            if phase == "start" and len(found) < 4:  # at the end it collects by itself again
+                found.append((trainer.num_recorded, told["generation"]))
+
+        gc.callbacks.append(note)
+        with mock.patch.object(trainer_module, "_COLLECT_EVERY", 3):
+            trainer.fit()
+        gc.callbacks.remove(note)
+    assert gc.isenabled() and not gc.get_freeze_count()
+    return found
+
+
+def test_all_ranks_collect_garbage_after_the_same_steps(workers, text, tmp_path):
+    """All others wait in the next collective for one that does."""
+    path, plan = prepare(with_ranks(Row("ddp"), 2, micro_batch=2), tmp_path, text, 8)
+    one, other = workers.run(collect, 2, str(path), plan)
+    assert one == other == [(steps, 2) for steps in (0, 3, 6, 8)]

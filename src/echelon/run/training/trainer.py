@@ -1,7 +1,9 @@
 """The trainer: one loop for every method, strategy and engine."""
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from echelon.ground.errors import TrainingError
+from echelon.ground.quiet_imports import garbage_kept
 from echelon.ground.stop_request import StopRequest
 from echelon.learn.distributed.mesh import ViewChanged
 from echelon.run.training.metrics import PendingMetrics
@@ -21,6 +24,10 @@ from echelon.run.training.training_step import TrainingStep
 if TYPE_CHECKING:
     from echelon.learn.learner import CountedSums
     from echelon.run.training.saver import Saver
+
+
+# After so many steps Python's garbage is collected; also after each that samples answers, and after other work.
+_COLLECT_EVERY = 50
 
 
 @dataclass
@@ -63,14 +70,8 @@ class Trainer:
         self.accounting.tell("on_start", self.state.step)
         try:
             self.recovery.prepare(self.state)
-            while True:
-                try:
-                    self._train()
-                    break
-                except BadStep as bad:
-                    with self.accounting.pausing("recovering"):
-                        self.state = self.recovery.recover(bad.metrics, self.state, is_own=self.loop is not None)
-                        self.owes_pause = self.owes_save = False
+            with _garbage_left():
+                self._train_on()
             self.saver.settle(self.state)
         finally:
             self.accounting.tell("on_end")
@@ -80,6 +81,17 @@ class Trainer:
     def stopped_early(self) -> bool:
         """Whether the loss has not improved for `evaluate.early_stopping` evaluations."""
         return self.pauses.stops_early(self.state)
+
+    def _train_on(self) -> None:
+        """Train to the end, also after bad steps."""
+        while True:
+            try:
+                self._train()
+                return
+            except BadStep as bad:
+                with self.accounting.pausing("recovering"):
+                    self.state = self.recovery.recover(bad.metrics, self.state, is_own=self.loop is not None)
+                    self.owes_pause = self.owes_save = False
 
     def _train(self) -> None:
         """Train to the end, or raise BadStep at a bad step that needs recovery. Collective."""
@@ -108,6 +120,7 @@ class Trainer:
         """
         self.accounting.begin(self.state.step)
         self._make_up()
+        samples = self.train_step.learner.recipe.samples_answers
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
@@ -118,6 +131,8 @@ class Trainer:
             if len(self._pending) > self.train_step.sync.lag:
                 self._account(self._pending.popleft())
             self.do_due(step)
+            if samples or (step + 1) % _COLLECT_EVERY == 0:
+                gc.collect()
             self._due = None
         self._account_all()
 
@@ -166,6 +181,7 @@ class Trainer:
             # A checkpoint from before an evaluation says that it is still to be done.
             self.state = replace(self.state, owes_evaluation=self.state.owes_evaluation or self._due.evaluation)
             self.state = self.pauses.run(self.state, now)
+            gc.collect()
         self.owes_pause = bool(self._due)
 
     def _make_up(self) -> None:
@@ -192,3 +208,19 @@ class Trainer:
         self.accounting.write(finished)
         if metrics.is_bad:
             self.recovery.pass_over(metrics, self.state)
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Let nothing but the trainer collect Python's garbage during the block: after the same steps on all ranks.
+
+    All ranks wait for one that collects, and by itself each would at other moments. What is there now is not looked
+    through again.
+    """
+    gc.collect()
+    gc.freeze()
+    with garbage_kept():
+        try:
+            yield
+        finally:
+            gc.unfreeze()
