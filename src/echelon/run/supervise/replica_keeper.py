@@ -144,6 +144,7 @@ class ReplicaKeeper:
         """The processes that are to end, and have not yet, with their machines."""
         self._num_exits = 0
         self._view: View | None = None
+        self._living_views: list[View] = []
         self._changes: list[Change] = []
         self._num_replicas = job.world_size // job.replica_size
         self._num_starts = dict.fromkeys(range(self._num_replicas), 0)
@@ -270,8 +271,11 @@ class ReplicaKeeper:
         if cause.host != self._meeting.host:
             ending = f"{ending}{'' if cause.code == MACHINE_LOST else ' on'} {name_machine(cause.host)}"
         self._failed_starts[number] = 0 if replica.has_state else self._failed_starts[number] + 1
-        if self._view is not None and replica.members[0] in self._view.members:
-            self._board.end(self._view.number)
+        ended = [view for view in self._living_views if replica.members[0] in view.members]
+        for view in ended:  # also one that the others have not left yet for the newest, and wait in for this replica
+            self._board.end(view.number)
+            self._living_views.remove(view)
+        if ended:
             self._changes.append(Change(number, death.pid, death.time, ending))
         if self._is_ending or (self._job.folder.stop_path.exists() and not self._job.needs_all):
             return True
@@ -319,6 +323,7 @@ class ReplicaKeeper:
 
     def _show(self, view: View) -> None:
         self._view = view
+        self._living_views.append(view)
         self._changes.clear()
         self._board.publish(view)
 

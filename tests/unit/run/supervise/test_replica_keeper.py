@@ -138,6 +138,19 @@ def test_a_lost_process_is_started_again_on_its_machine(begin):
     assert job.train("1.1.0") == 2 and job.view.members == ("0.0.0", "1.1.0")
 
 
+def test_a_loss_ends_also_the_view_that_the_others_have_not_left_yet(begin):
+    """They are to leave it after their step, in which they wait for the lost process."""
+    job = begin(count=2)
+    job.until(lambda: len(job.children()) == 4)
+    job.train("0.0.0", "1.0.0", "2.0.0", "3.0.0")
+    job.children()["3.0.0"].kill()
+    job.until(lambda: job.view.number == 1 and "3.1.0" in job.children())
+    assert job.train("3.1.0") == 2 and not job.board.is_over(1)
+    job.children()["2.0.0"].kill()
+    job.until(lambda: job.view.number == 3)
+    assert job.board.is_over(1) and job.board.is_over(2) and job.view.members == ("0.0.0", "1.0.0", "3.1.0")
+
+
 def test_the_error_of_a_process_ends_the_job_and_is_told_to_the_first_machine(begin):
     job = begin(argv=FAILING)
     job.until(lambda: job.keeper.deaths)
