@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from pydantic import ValidationError
+from torch._dynamo.backends.debugging import aot_eager
 
 from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import Grid
@@ -44,6 +46,26 @@ def train_with_fault(rank, world_size, path, plan, stop_at, faulty):
 
 def plant(pool, faulty):
     return PlantedWorkers(pool, train_with_fault, faulty)
+
+
+def train_with_other_kernels(rank, world_size, path, plan, stop_at, faulty):
+    """Train; what rank 1 compiles rounds otherwise, as a kernel that the compiler has tuned in its process may."""
+
+    def compile_otherwise(graph, inputs):
+        run = aot_eager(graph, inputs)
+        return lambda *given: tuple(
+            each * (1 + 1e-6) if rank and isinstance(each, torch.Tensor) and each.is_floating_point() else each
+            for each in run(*given)
+        )
+
+    train_rank(rank, world_size, path, plan, stop_at, "", compile_otherwise)
+
+
+@pytest.mark.slow
+def test_kernels_that_round_otherwise_are_no_fault(workers, text, tmp_path):
+    pool = PlantedWorkers(workers, train_with_other_kernels, None)
+    train(pool, checked(with_ranks(Row("ddp", compile=True), 2, micro_batch=2), every=2), tmp_path, text, steps=4)
+    assert pool.raised == [None, None]
 
 
 def checked(row, every):

@@ -241,7 +241,8 @@ def compare_passes(learner: "Learner", step: int) -> list[OddPass]:
     chance = np.random.default_rng((learner.recipe.run.seed, step))
     tokens = chance.integers(learner.shape.vocab_size, size=(size, length + 1)).tolist()
     batch = build_step_batch(step, [row[:-1] for row in tokens], [row[1:] for row in tokens], place)
-    digests = [hash_bits(part) for part in learner.log_probabilities(batch)]
+    with torch.compiler.set_stance("force_eager"):  # each process may choose other kernels for what it compiles
+        digests = [hash_bits(part) for part in learner.log_probabilities(batch)]
     hashes = gather_objects(tuple(torch.stack(digests).tolist()), learner.meshes.everyone)
     return list(find_odd_passes(hashes, learner.meshes.grid, learner.meshes.is_one_model))
 
