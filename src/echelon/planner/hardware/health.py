@@ -199,8 +199,8 @@ def _examine(nvml: Any) -> GpuHealth:
             slowdowns.append(f"{name} runs below its speed ({cause}); check the cooling and the power of the machine")
         links[name] = _count_links(nvml, handle)
     most = max(links.values(), default=0)
-    faults += [
-        f"{name} has {count} active NVLinks, and another GPU of the machine {most}; {_RESET}"
+    slowdowns += [  # no fault: cards may be bridged in pairs, and others not
+        f"{name} has {count} active NVLinks, and another GPU of the machine {most}; unless it is built so, {_RESET}"
         for name, count in links.items()
         if count < most
     ]

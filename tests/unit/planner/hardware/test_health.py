@@ -82,7 +82,6 @@ def test_a_machine_without_a_driver_has_no_problem(driver):
         ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "GPU 1 has to be reset to remap a row"),
         ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "GPU 1 could not remap a row"),
         ({"nvmlDeviceGetRetiredPagesPendingStatus": 1}, "GPU 1 has to be reset to retire pages"),
-        ({"links": 17}, "GPU 1 has 17 active NVLinks, and another GPU of the machine 18"),
         ({"lost": True}, "GPU 1 does not answer its driver (GPU is lost)"),
     ],
 )
@@ -97,6 +96,14 @@ def test_a_lowered_clock_is_a_slowdown(driver, reasons, words):
     driver({"nvmlDeviceGetCurrentClocksThrottleReasons": reasons})
     found = read_gpu_health()
     assert not found.faults and words in found.slowdowns[0]
+
+
+def test_fewer_links_than_another_gpu_are_a_slowdown(driver):
+    """Cards that are bridged in pairs have more than a third one in the machine."""
+    driver({}, {"links": 17})
+    found = read_gpu_health()
+    assert not found.faults
+    assert found.slowdowns[0].startswith("GPU 1 has 17 active NVLinks, and another GPU of the machine 18; unless it is")
 
 
 def test_gpus_that_this_process_may_not_use_are_not_asked(driver, monkeypatch):
