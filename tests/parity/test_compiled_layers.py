@@ -20,7 +20,7 @@ from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.load import load_recipe
 from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.parity.training import Row, prepare, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -71,6 +71,37 @@ def test_no_graph_break(workers, text, tmp_path, family, adapter, has_documents,
     [(breaks, num_graphs)] = workers.run(find_breaks, 1, str(recipe), family, has_documents, checkpointing)
     assert not breaks
     assert 2 <= num_graphs <= 3
+
+
+def count_operations(rank, world_size, path, plan):
+    """The operations of each graph of a step."""
+    recipe, _ = load_recipe(Path(path))
+    sizes = []
+
+    def count(graph, inputs):
+        sizes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    config, meshes = load_config(recipe.model.config), build_mesh(plan, "cpu")
+    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
+    engine.rehearse(build_batch(16, False).cut(meshes.sequence_part), 1, CausalLM())
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "family"),
+    [({"dp_shard": 2, "ep": 2}, "mixtral"), pytest.param({"dp_shard": 1, "cp": 2}, "llama", marks=pytest.mark.slow)],
+)
+def test_checkpointed_layers_that_exchange_inside_are_compiled(workers, text, tmp_path, parallel, family):
+    """Nearly all operations of a layer are in graphs, before and after the exchange, as without checkpointing."""
+    found = {}
+    for checkpointing in ("none", "full"):
+        row = with_ranks(Row(parallel, family=family, compile=True, checkpointing=checkpointing), 2, micro_batch=2)
+        path, plan = prepare(row, tmp_path / checkpointing, text, 4)
+        found[checkpointing] = workers.run(count_operations, 2, str(path), plan)
+    assert found["full"] == found["none"]
+    assert all(len(sizes) > 2 and sum(sizes) > 40 for sizes in found["full"]), found
 
 
 def count_graphs(rank, world_size, path, compiles):

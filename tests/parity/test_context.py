@@ -61,6 +61,7 @@ ROWS = [
     slow(divided(2, checkpointing="full")),
     slow(divided(2, checkpointing="selective")),
     slow(divided(2, compile=True)),
+    slow(divided(2, compile=True, checkpointing="full")),
     slow(divided(2, "ulysses", compile=True)),
     slow(divided(2, precision="bf16")),
     slow(divided(2, optimizer="muon")),

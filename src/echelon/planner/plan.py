@@ -277,6 +277,10 @@ class ParallelPlan:
         """Whether a rank attends to tokens that others compute."""
         return self.cp > 1
 
+    def divides_graphs(self, has_experts: bool) -> bool:
+        """Whether a compiled layer is several graphs, with what ranks exchange between them."""
+        return self.ep > 1 or (self.tp > 1 and has_experts) or (self.cp > 1 and self.cp_method != "ring")
+
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages of a rank; without a pipeline the whole model is one."""

@@ -171,7 +171,8 @@ class Software:
 
 def choose_software(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> Software:
     """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
-    return Software(attention=_choose_attention(shape, plan, cluster), fused=plan.compile)
+    is_eager = plan.activation_checkpointing == "selective" and plan.divides_graphs(bool(shape.experts))
+    return Software(attention=_choose_attention(shape, plan, cluster), fused=plan.compile and not is_eager)
 
 
 def _choose_attention(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> AttentionKernel:

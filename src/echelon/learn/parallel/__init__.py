@@ -37,8 +37,8 @@ def shard_model(
     """Divide the model, then checkpoint, compile, offload and shard each decoder layer. All of it may happen on meta.
 
     Division comes first, of the tensors, then the experts; `shard_stages` has divided the sequence and cut the stage.
-    Checkpointing is around it, so that a compiled layer recomputes inside its own graph; offloading is around both,
-    because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
+    Checkpointing is around it, so that a compiled layer recomputes inside its own graph; but inside of it are the
+    graphs of a layer that is several. Offloading is around both, because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
     stay those of `transformers` throughout.
 
     Args:
@@ -51,14 +51,19 @@ def shard_model(
         from echelon.learn.parallel.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(model, plan, meshes)
-    if plan.ep > 1 or (plan.tp > 1 and find_experts(model)):
+    has_experts = bool(find_experts(model))
+    if plan.ep > 1 or (plan.tp > 1 and has_experts):
         divide_experts(model, plan, meshes)
     layers = own_layers(model)
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
+    # torch compiles nothing of a checkpoint in which a graph ends (pytorch/pytorch#139989).
+    is_inside = plan.activation_checkpointing == "full" and plan.divides_graphs(has_experts)
+    if plan.compile and is_inside:
+        apply_compile(layers, compile_backend)
     checkpoint_activations(layers, plan.activation_checkpointing, plan.checkpoint_every)
-    if plan.compile:
+    if plan.compile and not is_inside:
         apply_compile(layers, compile_backend, plan.activation_memory_budget)
     if plan.activation_offloading:
         offload_activations(find_layers(model), horizon=plan.activation_loading_horizon)
