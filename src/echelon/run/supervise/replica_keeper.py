@@ -271,11 +271,10 @@ class ReplicaKeeper:
         if cause.host != self._meeting.host:
             ending = f"{ending}{'' if cause.code == MACHINE_LOST else ' on'} {name_machine(cause.host)}"
         self._failed_starts[number] = 0 if replica.has_state else self._failed_starts[number] + 1
-        ended = [view for view in self._living_views if replica.members[0] in view.members]
-        for view in ended:  # also one that the others have not left yet for the newest, and wait in for this replica
-            self._board.end(view.number)
+        for view in [view for view in self._living_views if replica.members[0] in view.members]:
+            self._board.end(view.number)  # also one that the others have not left yet, in which they wait for it
             self._living_views.remove(view)
-        if ended:
+        if self._view is not None and replica.members[0] in self._view.members:
             self._changes.append(Change(number, death.pid, death.time, ending))
         if self._is_ending or (self._job.folder.stop_path.exists() and not self._job.needs_all):
             return True

@@ -146,9 +146,13 @@ def test_a_loss_ends_also_the_view_that_the_others_have_not_left_yet(begin):
     job.children()["3.0.0"].kill()
     job.until(lambda: job.view.number == 1 and "3.1.0" in job.children())
     assert job.train("3.1.0") == 2 and not job.board.is_over(1)
-    job.children()["2.0.0"].kill()
-    job.until(lambda: job.view.number == 3)
-    assert job.board.is_over(1) and job.board.is_over(2) and job.view.members == ("0.0.0", "1.0.0", "3.1.0")
+    children = job.children()
+    for member in ("2.0.0", "1.0.0"):
+        children[member].kill()
+    job.until(lambda: job.view.members == ("0.0.0", "3.1.0"))
+    assert job.board.is_over(1) and job.board.is_over(2)
+    changes = [change for number in range(3, job.view.number + 1) for change in job.board.read(number).changes]
+    assert {change.replica for change in changes if change.reason is not None} == {1, 2}
 
 
 def test_the_error_of_a_process_ends_the_job_and_is_told_to_the_first_machine(begin):
