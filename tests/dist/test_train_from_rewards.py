@@ -160,7 +160,6 @@ def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
         ("rollout.updates=3", "objective.clip=[0.2, 0.28]", "objective.normalize=token"),
         ("objective.advantage=leave_one_out", "objective.normalize=constant", "rollout.skip=[uniform]"),
         ("objective.ratio=sequence", "objective.kl_weight=0.05", "rollout.updates=2", "rollout.temperature=0.9"),
-        ("rollout.sampler=transformers", "rollout.temperature=0.9"),
         (
             "adapter.method=lora",
             "adapter.r=16",
@@ -170,7 +169,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc):
             "parallel=fsdp",
         ),
     ],
-    ids=["dapo", "rloo and dr grpo", "gspo with kl", "sampled by transformers", "lora"],
+    ids=["dapo", "rloo and dr grpo", "gspo with kl", "lora"],
 )
 def test_variants_raise_the_reward(folder, settings):
     ending, _, rows = train(folder, "variant", 2, *settings)
@@ -328,14 +327,6 @@ def test_a_reward_that_is_not_there_is_refused(folder):
         (["objective.name=causal_lm"], "has no effect with objective.name=causal_lm; set objective.name: grpo, or rem"),
         (["objective.beta=0.2"], "objective.beta=0.2 has no effect with objective.name=grpo; set objective.name: dpo"),
         (["sync.name=local_sgd"], "sync.name=local_sgd: objective.name=grpo replaces echelon's usual loop"),
-        (
-            ["rollout.sampler=transformers", "rollout.top_k=5"],
-            "rollout.top_k=5: rollout.sampler=transformers draws from all tokens; use rollout.top_k=0",
-        ),
-        (
-            ["rollout.sampler=transformers", "adapter.method=lora"],
-            "adapter.method=lora: rollout.sampler=transformers has no adapter",
-        ),
     ],
 )
 def test_what_cannot_train_is_refused(echelon, folder, settings, message):

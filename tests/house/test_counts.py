@@ -92,10 +92,10 @@ def count_test_lines() -> int:
 
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: count_files(ECHELON), 498, 0),
-    "lines": (lambda: count_lines(ECHELON), 95_935, 250),
-    "raises with a text": (lambda: count_raises(ECHELON), 1_337, 5),
-    "vague names of variables": (lambda: count_vague_names(ECHELON), 118, 0),
+    "files": (lambda: count_files(ECHELON), 497, 0),
+    "lines": (lambda: count_lines(ECHELON), 95_780, 250),
+    "raises with a text": (lambda: count_raises(ECHELON), 1_331, 5),
+    "vague names of variables": (lambda: count_vague_names(ECHELON), 117, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 19, 0),
     "arrows in the planner": (lambda: count_arrows(ECHELON, "echelon.planner"), 110, 0),

@@ -45,8 +45,6 @@ Role = Literal["worker", "agent", "local"]
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
 """Set for the workers of `echelon train` on one machine: the id of the process that they must not outlive."""
 
-SNAPSHOT_VARIABLE = "ECHELON_SNAPSHOT_DIR"
-"""The in-memory folder that a worker's parent provides for snapshots."""
 
 HOST_VARIABLE = "ECHELON_HOST_DIR"
 """Set for the workers of an agent in a job of several machines: the folder for the outcomes of its ranks."""
@@ -234,12 +232,6 @@ def find_host_dir() -> Path | None:
     return Path(folder) if folder else None
 
 
-def find_snapshot_dir() -> Path | None:
-    """The in-memory folder that the parent of this worker provides, if any."""
-    folder = os.environ.get(SNAPSHOT_VARIABLE)
-    return Path(folder) if folder else None
-
-
 def shares_files() -> bool:
     """Whether every machine sees the same run folder, as far as the starter of this process knows."""
     return os.environ.get(SHARED_VARIABLE, "1") == "1"
@@ -350,9 +342,9 @@ def torch_environment(num_processes: int) -> dict[str, str]:
     return {key: os.environ.get(key, value) for key, value in variables.items()}
 
 
-def managed_environment(memory: Path | None = None) -> dict[str, str]:
-    """The variables of workers whose run this process prepared; `memory` is the folder for their snapshots."""
-    return {AGENT_PID_VARIABLE: str(os.getpid()), **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)})}
+def managed_environment() -> dict[str, str]:
+    """The variables of workers whose run this process prepared."""
+    return {AGENT_PID_VARIABLE: str(os.getpid())}
 
 
 def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]:

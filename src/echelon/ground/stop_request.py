@@ -7,7 +7,6 @@ agent itself means that a peer has failed and there is nothing left to save.
 import math
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -112,19 +111,12 @@ def read_stop_file(path: Path) -> str | None:
         return None
 
 
-def start_watchdog(parent: int, memory: Path | None = None) -> None:
-    """End this process when the one that started it is gone, even if it was killed by SIGKILL.
-
-    Args:
-        parent: the pid of that process.
-        memory: a folder in memory that it would have removed.
-    """
+def start_watchdog(parent: int) -> None:
+    """End this process when the one that started it, `parent`, is gone, even if it was killed by SIGKILL."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_WATCHDOG_SECONDS)
-        while memory is not None and memory.exists():  # a snapshot that is being written can add to it meanwhile
-            shutil.rmtree(memory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()

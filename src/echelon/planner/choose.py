@@ -42,7 +42,6 @@ from echelon.planner.replica_limits import (
     check_compression,
     compressed_precision,
     describe_unproven,
-    find_snapshots,
     join_servers,
 )
 from echelon.planner.time import estimate_time
@@ -339,7 +338,7 @@ def _check_host_memory(request: _Request, layout: ParallelPlan, needs: MemoryEst
     in_host = {
         "parallel.cpu_offload=true": "parameters, gradients and optimizer state" if layout.cpu_offload else None,
         "train.activation_offloading=true": "activations" if recipe.train.activation_offloading else None,
-        "checkpoint.snapshot_every_steps": "snapshots" if find_snapshots(recipe) != "none" else None,
+        "checkpoint.snapshot_every_steps": "snapshots" if recipe.checkpoint.snapshot_every_steps else None,
     }
     what = {key: word for key, word in in_host.items() if word is not None}
     removable = " or ".join(key.removesuffix("=true") for key in what)
@@ -448,7 +447,7 @@ def _build_plan(
         teacher_hidden_size=teacher_hidden_size,
         loss=find_loss_kind(request.recipe.objective),
         num_reward_parameters=count_reward_models(request.recipe),
-        snapshots=find_snapshots(request.recipe),
+        holds_snapshots=request.recipe.checkpoint.snapshot_every_steps is not None,
         activation_offloading=bool(request.recipe.train.activation_offloading),
         activation_loading_horizon=int(request.recipe.train.activation_offloading) or 1,
         compile=request.compile,

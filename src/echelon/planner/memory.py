@@ -33,8 +33,6 @@ _COMPILED = "compiled layers keep what was measured on a CPU: their input, resul
 _EAGER = "activations are those of eager execution; a compiled model needs less"
 _COPIED = "a quorum sends copies of gradients, which count as optimizer"
 _HELD = "four parts of the state, of two snapshots each of this process and of another one, count as {}"
-# Of a snapshot in a folder: two files, while one replaces the other, and what they are written from.
-_FOLDER_COPIES = 3
 # fp32 tensors of the size of a chunk's logits that a loss function holds at once, eagerly and compiled, as measured on
 # a CPU (test_objective_memory.py).
 _LOSS_TENSORS: dict[LossKind, tuple[float, float]] = {
@@ -143,12 +141,12 @@ def add_rollout(
     group_size = config.group_size if recipe.draws_answers else 1
     turns = 1 if config.environment is None else config.environment.max_turns
     tokens = min(turns * config.max_new_tokens, plan.sequence_len - 1)
-    rollout = RolloutPlan(group_size, tokens, config.updates, 1, config.sampler)
+    rollout = RolloutPlan(group_size, tokens, config.updates, 1)
     if usable is not None:
         needs = estimate_memory(shape, replace(plan, rollout=rollout), kind)
-        room, each = usable - (needs.states - needs.gradients), max(1, needs.answers)
-        fitting = max(1, min(rows, int(room / each)))
-        beside_whole = min(rows, int((room - _freed_bytes(shape, plan)) / each))
+        room, size = usable - (needs.states - needs.gradients), max(1, needs.answers)
+        fitting = max(1, min(rows, int(room / size)))
+        beside_whole = min(rows, int((room - _freed_bytes(shape, plan)) / size))
         gathers_once = plan.reshard_after_forward and plan.engine == NATIVE and not plan.stages
         gathers_once = gathers_once and 2 * beside_whole >= fitting
         rollout = replace(rollout, gathers_once=gathers_once)
@@ -183,8 +181,7 @@ class _LoadBytes:
         beside: rotary tables, rows sent to experts, and what is received from another stage.
         agreement: what replicas, compressed gradients and, on CPUs, held snapshots need. Not in `parts`, which are
             measured before it is there.
-        reference: the frozen copy of the initial weights, the teacher, reward models, and the weights of a sampler of
-            transformers.
+        reference: the frozen copy of the initial weights, the teacher, and reward models.
         host: what is kept in host memory.
         saves: copies there of what is saved, of a GPU.
         answers: of answers that are sampled at once, instead of gradients and activations.
@@ -248,7 +245,7 @@ def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> tup
 def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size: int, written: int) -> _LoadBytes:
     """`head_size`: of the whole head; that of `load` may be a part. `written`: bytes of a checkpoint, by this rank."""
     shape, is_gpu = load.shape, kind == "cuda"
-    held = _held_bytes(shape, plan) if plan.snapshots == "in_ranks" else 0
+    held = _held_bytes(shape, plan) if plan.holds_snapshots else 0
     gathers_once = plan.rollout is not None and plan.rollout.gathers_once
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length, tokens = plan.part_len, plan.microbatch_tokens
@@ -266,9 +263,9 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)) + (0 if is_gpu else held),
         beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
-        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(shape, plan),
+        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(plan),
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
-        saves=held + written * (1 + _FOLDER_COPIES * (plan.snapshots == "in_folder")) if is_gpu else 0,
+        saves=held + written if is_gpu else 0,
         answers=_count_rows(plan) * answer_bytes(shape, plan) + (_freed_bytes(shape, plan) if gathers_once else 0),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
@@ -285,10 +282,9 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     return -(-parameters // plan.num_shards) * number
 
 
-def _reward_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Bytes of the reward models on a rank that judges answers, and of the copy that a sampler of transformers has."""
-    copied = plan.rollout is not None and plan.rollout.sampler != "native"
-    return (plan.num_reward_parameters + copied * shape.num_parameters) * DTYPE_BYTES[plan.precision.compute]
+def _reward_bytes(plan: ParallelPlan) -> int:
+    """Bytes of the reward models on a rank that judges answers."""
+    return plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
 
 
 def _count_rows(plan: ParallelPlan) -> int:
@@ -333,7 +329,7 @@ def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -
 def _list_copies(plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
     if plan.sync.name == QUORUM:
         yield _COPIED
-    if plan.snapshots == "in_ranks":
+    if plan.holds_snapshots:
         yield _HELD.format("host memory" if kind == "cuda" else "optimizer")
 
 

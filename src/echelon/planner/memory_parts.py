@@ -15,7 +15,7 @@ class MemoryParts:
         loss: what the head and the loss need in addition.
         other: what the peak of a step needs in addition: gathered weights, gradients before their reduction, buffers
             of communication, recomputed layers, workspace.
-        frozen_models: weights of models beside it: reference, teacher, reward models, and the copy that samples.
+        frozen_models: weights of models beside it: reference, teacher and reward models.
     """
 
     weights: int

@@ -17,7 +17,6 @@ from echelon.recipe.training import AxisName, CpMethod, Float8Scaling, PipelineS
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
 ReduceGradients = Literal["each", "last"]
-SnapshotPlace = Literal["none", "in_ranks", "in_folder"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 AdapterMethod = Literal["lora", "qlora", "dora"]
 LossKind = Literal["cross_entropy", "function", "likeliest", "divergence", "divergence_and_labels", "mixture"]
@@ -138,7 +137,6 @@ class RolloutPlan:
     updates: Count
     max_num_seqs: Count
     """Answers that a rank samples at once."""
-    sampler: str = "native"
     gathers_once: bool = False
     """Whether weights that are freed after use in a training step stay whole while answers are sampled."""
 
@@ -202,9 +200,8 @@ class ParallelPlan:
     """Whether gathered parameters are freed after use."""
     reduce_gradients: ReduceGradients = "last"
     """Whether gradients are reduced after each microbatch, or once after the last."""
-    snapshots: SnapshotPlace = "none"
-    """Where snapshots of the training state are in memory: in each rank those of its own part and of another rank's,
-    or in a folder of the machine."""
+    holds_snapshots: bool = False
+    """Whether each rank holds snapshots of the training state in memory: of its own part, and of another rank's."""
     cpu_offload: bool = False
     """Whether parameters and optimizer state are in host memory."""
     prefetch: Count | None = None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.hardware.accelerators import Cluster
-from echelon.planner.plan import ParallelPlan, Precision, SnapshotPlace, SyncPlan
+from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.recipe.synchronization import PARAMETER_SERVER
 
 if TYPE_CHECKING:
@@ -66,13 +66,6 @@ def name_living_on(recipe: "Recipe") -> str | None:
     """The key by which processes live on when one is lost; None if all start again."""
     value = recipe.fault.on_lost_process
     return None if value == "restart" else f"fault.on_lost_process={value}"
-
-
-def find_snapshots(recipe: "Recipe") -> SnapshotPlace:
-    """Where a run keeps its snapshots in memory, if it takes any."""
-    if recipe.checkpoint.snapshot_every_steps is None:
-        return "none"
-    return "in_ranks" if recipe.fault.on_lost_process == "replace" else "in_folder"
 
 
 def refuse_living_on(recipe: "Recipe") -> None:

@@ -94,13 +94,9 @@ LIMITS = (
         Limit("train.batch_ramp", (None,), "makes its batches of answers"),
         Limit("data.source", (None,), "makes its batches of answers"),
     )),
-    Case("rollout.sampler", (), (
-        Limit("rollout.environment", (None,), "gives answers of one turn"),
-        Limit("rollout.top_p", (1.0,), "draws from all tokens"),
-        Limit("rollout.top_k", (0,), "draws from all tokens"),
-        Limit("adapter.method", ("full",), "has no adapter"),
-        Limit("engine", (NATIVE,), "takes the weights of the native engine"),
-    ), "use rollout.sampler=native"),
+    Case("fault.on_lost_process", ("restart",), (
+        Limit("checkpoint.snapshot_every_steps", (None,), "ends the processes, in whose memory snapshots are"),
+    ), "set fault.on_lost_process: replace"),
     Case("fault.on_lost_process", ("continue",), (
         Limit("checkpoint.snapshot_every_steps", (None,), "has what a snapshot would hold in the other replicas"),
         Limit("sync.name", (EVERY_STEP,), "is for replicas that agree in every step; parameter servers go on anyway"),

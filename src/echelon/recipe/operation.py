@@ -31,8 +31,8 @@ class CheckpointConfig(Section):
     )
     snapshot_every_steps: Count | None = Field(
         None,
-        description="Steps between snapshots in memory, from which failed processes are restarted: in that of the "
-        "machine, or with `fault.on_lost_process: replace` in that of two processes for each part.",
+        description="With `fault.on_lost_process: replace`: steps between snapshots in the memory of the processes, "
+        "each part in that of two, from which all go on after a loss.",
     )
     keep_last: Count = Field(3, description="Number of newest checkpoints to keep.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")

@@ -61,8 +61,8 @@ class RolloutConfig(Section):
     )
     sampler: Annotated[SamplerName, _JUDGED] = Field(
         "native",
-        description="what samples the answers: echelon, whose draws do not depend on the other answers, or the "
-        "continuous batching of transformers, with a copy of the weights (full fine-tuning, `parallel: ddp`).",
+        description="what samples the answers of one turn: echelon, whose draws do not depend on the other answers, "
+        "or the sampler of another package.",
     )
     lag: Annotated[CountOrZero, Field(le=1), _JUDGED] = Field(
         0,

@@ -178,11 +178,10 @@ def test_held_snapshots_are_planned(parallel, shards):
     held = estimate_memory(TINY, plan, "cpu").total - estimate_memory(TINY, plain, "cpu").total
     assert held == pytest.approx(4 * 3 * 4 * TINY.num_parameters / shards, rel=5e-3)  # tp copies norms
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
-    gpu, bare, folder = (
-        estimate_memory(TINY, each) for each in (plan, plain, replace(plain, snapshots="in_folder"))
-    )  # in host memory; a checkpoint is written from one copy of the state, by both ranks, and snapshots from another
-    assert gpu.total == bare.total == folder.total and gpu.saves - bare.saves == pytest.approx(held, rel=1e-3)
-    assert bare.saves == pytest.approx(3 * 4 * TINY.num_parameters / 2, rel=1e-3) and folder.saves == 4 * bare.saves
+    # On a GPU they are in host memory, as the copy of the state that both ranks together write a checkpoint from.
+    gpu, bare = (estimate_memory(TINY, each) for each in (plan, plain))
+    assert gpu.total == bare.total and gpu.saves - bare.saves == pytest.approx(held, rel=1e-3)
+    assert bare.saves == pytest.approx(3 * 4 * TINY.num_parameters / 2, rel=1e-3)
     states = estimate_memory(TINY, plain, "cpu").states
     with pytest.raises(PlanError, match="parameters, gradients and optimizer need"):
         resolve_plan(replacing(parallel), TINY, cpus(2, gigabytes=(states + held / 2) / 1e9))

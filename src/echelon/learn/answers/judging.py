@@ -99,7 +99,7 @@ class AnswerJudge:
         self._rewards: RewardProcess | None = None
         self._environments: EnvironmentProcess | None = None
         self.frozen_bytes = 0
-        """Of the reward models of this process, and of the copy of the model that samples."""
+        """Of the reward models of this process, and of what a sampler of another package keeps."""
         sampler = learner.recipe.rollout.sampler
         self._sampler = None if sampler == "native" else SAMPLERS[sampler](learner)
         self.frozen_bytes += 0 if self._sampler is None else self._sampler.num_bytes

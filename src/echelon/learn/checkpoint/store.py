@@ -316,8 +316,8 @@ class CheckpointStore:
             sweep_checkpoints(folder)
         dist.barrier(self._group)
 
-    def rehearse(self, tensors: Mapping[str, Any], copies: int = 1) -> None:
-        """Test a save with a few bytes, and check for the space of `copies` checkpoints; leaves no files.
+    def rehearse(self, tensors: Mapping[str, Any]) -> None:
+        """Test a save with a few bytes, and check for the space of a checkpoint; leaves no files.
 
         Also assigns tensors that several ranks hold to one of them: only this rank copies them in later saves. With a
         GPU, begins to allocate the buffers of its copies.
@@ -327,7 +327,7 @@ class CheckpointStore:
         """
         # `numel` of a DTensor is that of the full tensor.
         part = 1.0 if self._carrier is None else self._carrier.kept_fraction
-        sizes = {name: round(part * copies * value.numel() * value.element_size()) for name, value in tensors.items()}
+        sizes = {name: round(part * value.numel() * value.element_size()) for name, value in tensors.items()}
         rehearse_save(self._folder, sizes, self._group, self._is_here)
         self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
         self._stager.prepare(self._own(tensors))

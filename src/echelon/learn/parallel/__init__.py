@@ -37,9 +37,8 @@ def shard_model(
     """Divide the model, then checkpoint, compile, offload and shard each decoder layer. All of it may happen on meta.
 
     Division comes first, of the tensors, then the experts; `shard_stages` has divided the sequence and cut the stage.
-    Checkpointing is around it, so that a compiled layer recomputes inside its own graph; but inside of it are the
-    graphs of a layer that is several. Offloading is around both, because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
-    stay those of `transformers` throughout.
+    Offloading is around what is checkpointed and compiled, because it takes what these keep; sharding is outermost, so
+    that its hooks stay outside every graph. Parameter names stay those of `transformers` throughout.
 
     Args:
         model: the whole model, or a pipeline stage of it.
@@ -58,13 +57,7 @@ def shard_model(
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
-    # torch compiles nothing of a checkpoint in which a graph ends (pytorch/pytorch#139989).
-    is_inside = plan.activation_checkpointing == "full" and plan.divides_graphs(has_experts)
-    if plan.compile and is_inside:
-        apply_compile(layers, compile_backend)
-    checkpoint_activations(layers, plan.activation_checkpointing, plan.checkpoint_every)
-    if plan.compile and not is_inside:
-        apply_compile(layers, compile_backend, plan.activation_memory_budget)
+    _checkpoint_and_compile(layers, plan, compile_backend, plan.divides_graphs(has_experts))
     if plan.activation_offloading:
         offload_activations(find_layers(model), horizon=plan.activation_loading_horizon)
     if tap is not None:
@@ -76,6 +69,19 @@ def shard_model(
     if plan.uses_fully_shard:
         apply_fully_shard(module, layers, plan, meshes)
     return module
+
+
+def _checkpoint_and_compile(layers: Sequence[nn.Module], plan: ParallelPlan, backend: str, is_divided: bool) -> None:
+    """Compile around a checkpoint, so that a layer recomputes inside its own graph; or inside, if it is several graphs.
+
+    torch compiles nothing of a checkpoint in which a graph ends (pytorch/pytorch#139989).
+    """
+    is_inside = plan.compile and is_divided and plan.activation_checkpointing == "full"
+    if is_inside:
+        apply_compile(layers, backend)
+    checkpoint_activations(layers, plan.activation_checkpointing, plan.checkpoint_every)
+    if plan.compile and not is_inside:
+        apply_compile(layers, backend, plan.activation_memory_budget)
 
 
 @dataclass(frozen=True)

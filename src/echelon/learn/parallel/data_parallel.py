@@ -5,9 +5,10 @@ sum(loss) / (global number of targets), so ranks are summed and the loss rule is
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,26 +30,18 @@ from echelon.learn.parallel.step import DataParallel, Undivided
 from echelon.learn.reduction import Buckets, build_reducer
 from echelon.planner.plan import ParallelPlan
 
+Autocast = Callable[[], AbstractContextManager[Any]]
+"""Begins a forward pass under autocast in the plan's compute dtype; fp32 plans run as they are."""
 
-class ExchangeReduceScatter:
+
+class ExchangeReduceScatter(DefaultReduceScatter):
     """Sends each rank its part of the gradient, and sums the parts received: (n-1)/n of the bytes over n ranks.
 
     Gloo's own reduce-scatter is an all-reduce of the whole tensor, of which each rank keeps its part: twice the bytes.
-    Has the methods of torch's `ReduceScatter`, which `FSDPModule.set_custom_reduce_scatter` takes.
     """
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
+    @override
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """Write this rank's part of the sum over ranks to `output_tensor` [part]; `input_tensor` is [ranks * part]."""
         assert op == dist.ReduceOp.SUM, op
         assert not async_op, "FSDP waits for reductions on a CPU"
@@ -75,21 +68,10 @@ def build_data_parallel(module: ObjectiveModule, plan: ParallelPlan, meshes: Mes
     return Alone(module, autocast)
 
 
-class Autocast:
-    """Runs forward passes under autocast in the plan's compute dtype; fp32 plans run as they are."""
-
-    def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
-        self._device_type, self._dtype = device_type, dtype
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
-
-
 def autocast_scope(plan: ParallelPlan, device_type: str) -> Autocast:
     """Autocast for modules that keep fp32 parameters; `fully_shard` casts its gathered parameters instead."""
-    return Autocast(device_type, getattr(torch, plan.precision.compute) if plan.uses_autocast else None)
+    dtype = getattr(torch, plan.precision.compute)
+    return partial(torch.autocast, device_type, dtype=dtype) if plan.uses_autocast else nullcontext
 
 
 class Alone(Undivided):
@@ -317,25 +299,20 @@ class FullyShard(Undivided):
 
         Attention exchanges nothing with the ranks that share sequences.
         """
-        self._set_sending(False)
-        self._communicate_by(_OwnShard(), _NoSum())
+        self._communicate_by(_OwnShard(), _NoSum(), sends=False)
         context = self._context
         try:
             with nullcontext() if context is None else context.peers.isolated():
                 yield
         finally:
-            self._communicate_by(DefaultAllGather(), _build_reduce_scatter(self._device_type))
-            self._set_sending(True)
+            self._communicate_by(DefaultAllGather(), _build_reduce_scatter(self._device_type), sends=True)
 
-    def _set_sending(self, sends: bool) -> None:
+    def _communicate_by(self, gather: DefaultAllGather, reduce: Any, sends: bool) -> None:
         self._sends = sends
-        for root in (self.module, self._reference):
-            for dispatch in () if root is None else find_dispatches(root):
+        for root in filter(None, (self.module, self._reference)):
+            for dispatch in find_dispatches(root):
                 dispatch.group.sends = sends
-
-    def _communicate_by(self, gather: DefaultAllGather, reduce: Any) -> None:
-        for root in (self.module, self._reference):
-            for unit in () if root is None else root.modules():
+            for unit in root.modules():
                 if isinstance(unit, FSDPModule):
                     unit.set_custom_all_gather(gather)
                     unit.set_custom_reduce_scatter(reduce)

@@ -90,7 +90,8 @@ class KeptRank(LivingProcess):
         if trainer is None:
             return -1
         trainer.saver.store.drop()
-        trainer.saver.snapshots.drop()
+        if trainer.saver.snapshots is not None:
+            trainer.saver.snapshots.drop()
         return trainer.state.step
 
 

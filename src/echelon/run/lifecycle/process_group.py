@@ -15,7 +15,6 @@ from echelon.ground.launch_environment import (
     find_agent_pid,
     find_place,
     find_rendezvous,
-    find_snapshot_dir,
     find_terminal_rank,
     is_gpu_private,
     shares_agent_store,
@@ -46,7 +45,7 @@ def default_num_processes() -> int:
 
 def watch_starter() -> None:
     """End this worker when the process that it must not outlive is gone, which its agent has named or is its parent."""
-    start_watchdog(find_agent_pid(), find_snapshot_dir())
+    start_watchdog(find_agent_pid())
 
 
 def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":

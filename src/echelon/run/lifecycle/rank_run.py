@@ -78,7 +78,8 @@ def conduct(
         if recipe.adapter.is_adapter:
             export_trained(trainer, recipe, folder)
         measured = trainer.train_step.learner.engine.describe_end()
-        trainer.saver.snapshots.close()
+        if trainer.saver.snapshots is not None:
+            trainer.saver.snapshots.close()
         store.close(time_left)
         if journal is not None:
             journal.flush()

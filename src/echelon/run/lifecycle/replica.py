@@ -148,7 +148,6 @@ class ReplicaProcess(LivingProcess):
         membership.end()
         if trainer is not None:
             trainer.saver.store.drop()
-            trainer.saver.snapshots.drop()
             self._held = hold(trainer)
         elif self._held is not None and not self._held.is_whole:
             self._held = None  # a replica that was a step behind may have a part of the newer state

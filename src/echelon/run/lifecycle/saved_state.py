@@ -6,12 +6,13 @@ from functools import partial
 
 import torch.distributed as dist
 
-from echelon.ground.launch_environment import find_host_dir, find_snapshot_dir, shares_files
+from echelon.ground.launch_environment import find_host_dir, shares_files
 from echelon.ground.object_store import ObjectStore
 from echelon.learn.checkpoint.carrier import Carrier
-from echelon.learn.checkpoint.snapshot import HeldSnapshot, PeerMemory, Snapshots, SnapshotsByStep
+from echelon.learn.checkpoint.folder import Checkpoint
+from echelon.learn.checkpoint.snapshot import HeldSnapshot, PeerMemory, SnapshotsByStep
 from echelon.learn.checkpoint.store import CheckpointStore
-from echelon.learn.distributed.mesh import Membership, Meshes
+from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.runtime import Runtime
 from echelon.learn.learner import Learner
 from echelon.learn.sync import build_synchronizer
@@ -53,23 +54,13 @@ def build_store(recipe: Recipe, folder: RunFolder, meshes: Meshes) -> Checkpoint
     )
 
 
-def build_snapshots(
-    recipe: Recipe, membership: Membership | None, memory: SnapshotsByStep | None, runtime: Runtime
-) -> Snapshots | PeerMemory:
-    """The run's snapshots, if the recipe enables them: in `memory` where the ranks keep them. Collective."""
-    every_steps = recipe.checkpoint.snapshot_every_steps
-    if memory is not None:
-        return PeerMemory(memory, every_steps, 1 if runtime.is_one_machine else runtime.local_world_size)
-    return Snapshots(find_snapshot_dir(), every_steps, None if membership is None else membership.new_group)
-
-
 @dataclass(frozen=True)
 class Restored:
     """What a run goes on from, and where it is saved."""
 
     contents: RunContents
     store: CheckpointStore
-    snapshots: Snapshots | PeerMemory
+    snapshots: PeerMemory | None
     state: TrainState
     saved: SavedState | None
     """What was loaded; None at the first start."""
@@ -88,10 +79,11 @@ def restore(
     sync = build_synchronizer(recipe.sync, learner.engine, meshes)
     contents = RunContents(learner.engine, sync, StepJudge(recipe.fault, learner.device), meshes)
     store = build_store(recipe, folder, meshes)
-    snapshots = build_snapshots(recipe, meshes.membership, memory, runtime)
-    tensors = contents.tensors()
-    store.rehearse(tensors)
-    snapshots.rehearse(tensors)
+    snapshots = None
+    if memory is not None:
+        distance = 1 if runtime.is_one_machine else runtime.local_world_size
+        snapshots = PeerMemory(memory, recipe.checkpoint.snapshot_every_steps, distance)
+    store.rehearse(contents.tensors())
     held = None if meshes.membership is None else heal(contents, held)
     saved = load_newest(store, snapshots, contents, runtime) if held is None else held.saved
     state = TrainState() if saved is None else saved.train
@@ -110,17 +102,17 @@ def build_saver(learner: Learner, restored: Restored, accounting: Accounting) ->
 
 
 def load_newest(
-    store: CheckpointStore, snapshots: Snapshots | PeerMemory, contents: RunContents, runtime: Runtime
+    store: CheckpointStore, snapshots: PeerMemory | None, contents: RunContents, runtime: Runtime
 ) -> SavedState | None:
     """Load `contents` from the newest whole checkpoint or snapshot; returns its saved state, or None. Collective."""
-    snapshot = snapshots.newest()
+    snapshot = None if snapshots is None else snapshots.newest()
     checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
     if checkpoint is None:
         return None
-    if isinstance(checkpoint, HeldSnapshot):
-        assert isinstance(snapshots, PeerMemory)
+    if snapshots is not None and isinstance(checkpoint, HeldSnapshot):
         saved = contents.load(snapshots.fetch(checkpoint), partial(snapshots.fill, checkpoint.step))
     else:
+        assert isinstance(checkpoint, Checkpoint)
         saved = contents.load(checkpoint.read_state(), partial(store.load, checkpoint))
     if runtime.rank == 0:
         held = ", a snapshot in memory" if checkpoint == snapshot else ""

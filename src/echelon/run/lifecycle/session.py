@@ -67,7 +67,7 @@ from echelon.run.supervise.outcome import (
     write_outcome,
 )
 from echelon.run.supervise.warm_start import WarmStart, workers_warmed
-from echelon.run.supervise.workers import Workers, memory_held
+from echelon.run.supervise.workers import Workers
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -108,17 +108,15 @@ def train_locally(
         return Outcome(DONE)
     folder = run.folder
     try:
-        is_parents = recipe.fault.on_lost_process == "restart"  # else the ranks hold snapshots themselves
-        with memory_held(is_parents and recipe.checkpoint.snapshot_every_steps is not None) as memory:
-            folder.clear_outcomes()
-            argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
-            job = _kept(_make_job(recipe, argv, count, folder, managed_environment(memory), memory), recipe)
-            if here is None:
-                outcome = Agent(THIS_MACHINE, warm).submit(job)
-            else:
-                from echelon.run.lifecycle.terminal_rank import TerminalRank
+        folder.clear_outcomes()
+        argv = worker_argv("echelon.run.lifecycle.worker", str(folder.path))
+        job = _kept(_make_job(recipe, argv, count, folder, managed_environment()), recipe)
+        if here is None:
+            outcome = Agent(THIS_MACHINE, warm).submit(job)
+        else:
+            from echelon.run.lifecycle.terminal_rank import TerminalRank
 
-                outcome = TerminalRank(job, here, warm).run()
+            outcome = TerminalRank(job, here, warm).run()
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to clean up or record
             return outcome
         folder.sweep()
@@ -169,7 +167,6 @@ def train_on_hosts(
     without shared files have separate logs, so each reports; and each reports the loss of others, after which its log
     may be the only one at hand.
     """
-    _refuse_snapshots(recipe)
     asked = None if group.is_alone else name_living_on(recipe)
     if not group.num_spares or asked is not None:
         _refuse_replacing(recipe)
@@ -244,16 +241,11 @@ def _check_gpus(recipe: Recipe, num_processes: int | None) -> None:
 
 
 def _make_job(
-    recipe: Recipe,
-    argv: tuple[str, ...],
-    count: int,
-    folder: RunFolder,
-    variables: Mapping[str, str],
-    memory: Path | None = None,
+    recipe: Recipe, argv: tuple[str, ...], count: int, folder: RunFolder, variables: Mapping[str, str]
 ) -> Workers:
     environment = {**worker_environment(count, recipe.train.deterministic), **variables}
     fault = recipe.fault
-    return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds, memory)
+    return Workers(argv, count, folder, environment, fault.max_restarts, fault.notice_seconds)
 
 
 def _kept(job: Workers, recipe: Recipe) -> Workers:
@@ -285,14 +277,6 @@ def _refuse_replacing(recipe: Recipe) -> None:
         )
 
 
-def _refuse_snapshots(recipe: Recipe) -> None:
-    if recipe.checkpoint.snapshot_every_steps is not None and recipe.fault.on_lost_process == "restart":
-        raise ConfigError(
-            f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: launchers other than "
-            "echelon's own do not keep snapshots for their ranks; remove this key, or start with echelon train only."
-        )
-
-
 def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
     """Run one rank started by echelon's agent of this machine; writes its outcome to `place` for the agent.
 
@@ -319,7 +303,6 @@ def train_as_rank(recipe: Recipe, fresh: bool, hosted: "RankProcess | None" = No
     Rank 0 prepares the run while the others poll a store for its result: no collective is active that could time out
     during tokenization. Collective: every rank calls it.
     """
-    _refuse_snapshots(recipe)
     refuse_living_on(recipe)
     if hosted is None:  # else echelon's agent has checked it, and has set them
         _refuse_replacing(recipe)

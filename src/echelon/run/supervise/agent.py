@@ -26,7 +26,7 @@ from echelon.ground.launch_environment import (
 )
 from echelon.ground.logs import erase_progress_bar, keep_console_in
 from echelon.ground.open_files import allow_open_files, explain_connections
-from echelon.ground.run_files import is_run, newest_step
+from echelon.ground.run_files import is_run
 from echelon.ground.sockets import host_store_at
 from echelon.ground.stop_request import read_stop_file
 from echelon.ground.stored import write_text
@@ -133,7 +133,7 @@ class Agent:
         """Whether this machine waits for others in the place of those whose end was that of the job."""
         if self._last is None or not self._last.is_short or asked:
             return False
-        return vacancies.wait(self._last.message, _find_newest_step(job), asked, LOST_SECONDS)
+        return vacancies.wait(self._last.message, job.folder.newest_step(), asked, LOST_SECONDS)
 
     def _meet(self, job: Workers, asked: Sequence[object]) -> Outcome:
         """Meet the other machines, and run the job to its end with them; see `submit`."""
@@ -170,7 +170,7 @@ class Agent:
             self._keep_console(folder, meeting)
             if asked:
                 meeting.ask(read_stop_file(folder.stop_path) or "SIGTERM")
-            meeting.end_attempt(HostReport.of(meeting.host, cause, _find_newest_step(job)))
+            meeting.end_attempt(HostReport.of(meeting.host, cause, job.folder.newest_step()))
             decision = meeting.await_decision()
             if meeting.coordinates:
                 note_bad_machines({*news.left_out, *decision.bad}, bool(decision.bad) and not decision.goes_on)
@@ -373,12 +373,6 @@ def network_variables(address: str) -> dict[str, str]:
     interface = find_interface(address)
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {ADDRESS_VARIABLE: address, **names}
-
-
-def _find_newest_step(job: Workers) -> int | None:
-    """The newest step of the checkpoints on disk and the snapshots in memory."""
-    held = None if job.memory is None else newest_step(job.memory)
-    return max((step for step in (job.folder.newest_step(), held) if step is not None), default=None)
 
 
 def worker_argv(module: str, *arguments: str) -> tuple[str, ...]:

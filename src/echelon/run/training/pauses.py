@@ -51,7 +51,7 @@ class Pauses:
             comparison=any(monitor.needs_pause(done) for monitor in self.accounting.monitors),
             evaluation=self.evaluations is not None and (is_last or self.evaluations.is_due(done)),
             checkpoint=is_last or self.saver.agree_on_save(done),
-            snapshot=self.saver.snapshots.is_due(done),
+            snapshot=self.saver.snapshots is not None and self.saver.snapshots.is_due(done),
         )
 
     def stops_early(self, state: TrainState) -> bool:
@@ -80,7 +80,7 @@ class Pauses:
         is_saved = due.checkpoint or self.stops_early(state) or (is_best and self.saver.keeps_best)
         if is_saved:
             self.saver.save_and_learn(state)
-        if due.snapshot and (self.saver.snapshots.is_beside or not is_saved):
-            self.saver.save_snapshot(state)
+        if self.saver.snapshots is not None and due.snapshot:  # also after a checkpoint: it is read without the disk
+            self.saver.save_snapshot(state, self.saver.snapshots)
         self.accounting.meter.restart()
         return state

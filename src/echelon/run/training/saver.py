@@ -19,7 +19,7 @@ from echelon.ground.errors import StoppedError
 from echelon.ground.sizes import render_duration
 from echelon.ground.stop_request import LIMITS, STRAGGLER
 from echelon.learn.checkpoint.folder import Checkpoint
-from echelon.learn.checkpoint.snapshot import PeerMemory, Snapshots
+from echelon.learn.checkpoint.snapshot import PeerMemory
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.learn.distributed.mesh import Meshes
 from echelon.learn.distributed.objects import gather_objects
@@ -173,7 +173,7 @@ class Saver:
         recipe: Recipe,
         contents: RunContents,
         store: CheckpointStore,
-        snapshots: Snapshots | PeerMemory,
+        snapshots: PeerMemory | None,
         interval: SaveInterval,
         accounting: Accounting,
         everyone: dist.ProcessGroup,
@@ -214,11 +214,11 @@ class Saver:
             logger.info(news)
         self._warn_of_slow_saves()
 
-    def save_snapshot(self, state: TrainState) -> None:
+    def save_snapshot(self, state: TrainState, snapshots: PeerMemory) -> None:
         """Take a snapshot in the background."""
         with self._accounting.pausing("saving"):
             described = self.contents.describe(state, self._accounting.goodput)
-            self.snapshots.save(state.step, self.contents.tensors(), described)
+            snapshots.save(state.step, self.contents.tensors(), described)
 
     def settle(self, state: TrainState) -> None:
         """Wait until the newest save is complete, retrying it if it failed: a run must end with a checkpoint."""
