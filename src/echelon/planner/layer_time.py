@@ -18,6 +18,9 @@ HIDDEN_PASSES, INNER_PASSES = 14, 3
 NORM_BYTES = {"rms": {2: 36, 4: 28}, "rms_fp32": {2: 40, 4: 28}}
 ROTARY_PASSES = 10
 _FLOAT8_PASSES = 4  # bytes per input number of a product: read in bf16, written in float8, twice
+# Of a layer with LoRA on a GPU: how often the input and the output of each target are read and written for A and B,
+# forward and backward; and bytes of a weight in 4 bits, which each of these passes reads, and writes in two bytes.
+_ADAPTER_PASSES, _DEQUANTIZED_BYTES = 4, 2.6
 _LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and read, in two bytes and in four
 # Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and
 # those of the fused masked softmax and of dropout with its mask, in Megatron-LM (Korthikanti et al. 2022, section 4).
@@ -203,7 +206,19 @@ def _memory_forward(step: Step) -> float:
     num_bytes = passes * number * (rates.fused if step.software.fused else rates.eager) + _unfused_bytes(step)
     if plan.precision.float8:
         num_bytes += _FLOAT8_PASSES * (2 * part.hidden_size / divided + inner)
-    return step.tokens * num_bytes / step.bandwidth
+    adapted, dequantized = _adapter_bytes(step)
+    return (step.tokens * (num_bytes + adapted / 3) + dequantized / 3) / step.bandwidth
+
+
+def _adapter_bytes(step: Step) -> tuple[float, float]:
+    """Bytes of a layer's adapter forward and backward: (per token, of the weights in 4 bits). 0 on CPUs, whose
+    bandwidth is measured on whole layers."""
+    adapter, num_layers = step.plan.adapter, step.shape.num_layers
+    if adapter is None or step.cluster.kind == "cpu":
+        return 0.0, 0.0
+    features = (adapter.num_trained_parameters - adapter.num_saved_inside - adapter.num_saved_outside) / adapter.r
+    per_token = _ADAPTER_PASSES * features * DTYPE_BYTES[step.plan.precision.compute] / num_layers
+    return per_token, 2 * _DEQUANTIZED_BYTES * adapter.num_quantized_parameters / num_layers
 
 
 def _unfused_bytes(step: Step) -> float:

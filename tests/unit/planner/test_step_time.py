@@ -19,7 +19,7 @@ from echelon.planner.hardware.instances import INSTANCES, cluster_of
 from echelon.planner.hardware.links import LINKS, Link, Links
 from echelon.planner.layer_time import NORM_BYTES, ROTARY_PASSES
 from echelon.planner.memory import estimate_memory
-from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
+from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, SyncPlan
 from echelon.planner.rates import GPU_RATES, Rates, Software, choose_software
 from echelon.planner.replica_limits import without_sync
 from echelon.planner.shape import build_shape
@@ -74,6 +74,21 @@ def test_memory_bound_work_reads_and_writes_its_bytes():
     layers = 3 * 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / bandwidth
     expected = layers + tokens * 32000 * 6 / bandwidth + COPIES
     assert step_of(replace(FSDP, compile=True)).memory_bound == pytest.approx(expected)
+
+
+def test_an_adapter_moves_bytes_of_its_own_on_a_gpu():
+    """Inputs and outputs of seven targets four times, and 4-bit weights in two passes, which also write two bytes."""
+    features = 4 * 2 * 4096 + 3 * (4096 + 11008)
+    lora = AdapterPlan("lora", 16, 0.0, (), 32 * 16 * features, 32 * LAYER)
+    qlora, none = replace(lora, num_quantized_parameters=32 * LAYER), replace(lora, num_trained_parameters=0)
+    with_lora, with_qlora, without = (
+        step_of(replace(FSDP, compile=True, adapter=adapter)).memory_bound for adapter in (lora, qlora, none)
+    )
+    tokens, bandwidth = 4 * 2 * 4096, 2039e9
+    assert with_lora - without == pytest.approx(
+        32 * 4 * features * 2 * tokens / bandwidth, rel=2e-2
+    )  # and shards of A, B
+    assert with_qlora - with_lora == pytest.approx(4 * 2 * 2.6 * 32 * LAYER / bandwidth, rel=0.1)
 
 
 @pytest.mark.parametrize(
