@@ -18,8 +18,7 @@ HIDDEN_PASSES, INNER_PASSES = 14, 3
 NORM_BYTES = {"rms": {2: 36, 4: 28}, "rms_fp32": {2: 40, 4: 28}}
 ROTARY_PASSES = 10
 _FLOAT8_PASSES = 4  # bytes per input number of a product: read in bf16, written in float8, twice
-# Of a layer with LoRA on a GPU: how often the input and the output of each target are read and written for A and B,
-# forward and backward; and bytes of a weight in 4 bits, which each of these passes reads, and writes in two bytes.
+# LoRA on a GPU: passes over inputs and outputs of targets for A and B; bytes of a 4-bit weight, which is read and cast.
 _ADAPTER_PASSES, _DEQUANTIZED_BYTES = 4, 2.6
 _LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and read, in two bytes and in four
 # Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and

@@ -52,8 +52,6 @@ from echelon.recipe.document import Recipe
 class ZeroParallel(Undivided):
     """A module under DeepSpeed, which reduces gradients in its backward passes."""
 
-    num_rehearsals, num_rehearsed = 1, 2
-
     def __init__(self, deepspeed: Any, world_size: int) -> None:
         """`deepspeed`: a DeepSpeedEngine."""
         self.module: nn.Module = deepspeed

@@ -77,8 +77,6 @@ def autocast_scope(plan: ParallelPlan, device_type: str) -> Autocast:
 class Alone(Undivided):
     """One process with the whole model."""
 
-    num_rehearsals, num_rehearsed = 1, 2
-
     def __init__(self, module: nn.Module, autocast: Autocast) -> None:
         self.module = module
         self._parameters = list(module.parameters())
@@ -90,11 +88,6 @@ class Alone(Undivided):
         """Gradients add up in place; nothing is sent."""
         with self._autocast():
             yield
-
-    @override
-    def clear_gradients(self) -> None:
-        """Frees their memory."""
-        free_gradients(self._parameters)
 
     @override
     def isolated(self) -> AbstractContextManager[None]:
@@ -257,8 +250,6 @@ class _NoSum(DefaultReduceScatter):
 class FullyShard(Undivided):
     """`fully_shard` (FSDP2): parameters, gradients and optimizer state are shards; layers are gathered as they run."""
 
-    num_rehearsals, num_rehearsed = 1, 2
-
     def __init__(self, module: ObjectiveModule, plan: ParallelPlan, device_type: str) -> None:
         assert isinstance(module, FSDPModule)
         self.module: nn.Module = module
@@ -286,11 +277,6 @@ class FullyShard(Undivided):
             # Weights may stay whole between microbatches; the optimizer and the checkpoint must see shards.
             unit.set_reshard_after_backward(is_last or self._plan.reshard_after_forward, recurse=False)
         yield
-
-    @override
-    def clear_gradients(self) -> None:
-        """Frees their memory."""
-        free_gradients(self._parameters)
 
     @contextmanager
     @override
@@ -378,11 +364,6 @@ def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
     root.set_modules_to_backward_prefetch(units[::-1][:count])
 
 
-def _choose_dim(parameter: nn.Parameter) -> Shard | None:
-    """The dim along which to shard: the second one of experts that are divided along the first one, else the first."""
-    return Shard(1) if isinstance(parameter, DTensor) and parameter.ndim == 3 else None
-
-
 def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
     """Shard each decoder layer as a unit, and the rest (embedding, norm, head: tied weights together) as one more.
 
@@ -403,7 +384,8 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         "mesh": meshes.shard,
         "mp_policy": policy,
         "offload_policy": offload,
-        "shard_placement_fn": _choose_dim,
+        # Experts that are divided along the first dim are sharded along the second one.
+        "shard_placement_fn": lambda weight: Shard(1) if isinstance(weight, DTensor) and weight.ndim == 3 else None,
     }
     if meshes.experts is not None:
         data = tuple(name for name in meshes.experts.mesh_dim_names or () if name not in ("ep", "tp"))

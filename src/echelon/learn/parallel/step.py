@@ -12,6 +12,7 @@ from typing_extensions import override
 from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.router import RouterTap
 from echelon.learn.model.seeds import derive_seed, seed_generators
+from echelon.learn.model.sharding import free_gradients
 from echelon.learn.objectives.objective import Objective, StepSums, count_measures, training_sums
 from echelon.learn.objectives.outputs import OutputsFn
 
@@ -163,6 +164,13 @@ class Undivided(SendsWhole, DataParallel):
 
     stage_of: Mapping[str, int] = {}
     counted_elsewhere: frozenset[str] = frozenset()
+    num_rehearsals, num_rehearsed = 1, 2
+    _parameters: list[nn.Parameter]
+
+    @override
+    def clear_gradients(self) -> None:
+        """Free their memory."""
+        free_gradients(self._parameters)
 
     @override
     def backward(self, sums: Tensor, weights: Tensor) -> None:
