@@ -3,7 +3,8 @@
     benchmarks/gpu.sh CALL OUT_FOLDER [--wheels FOLDER] [--only PART ...] [--minutes 9] [--size tiny]
 
 A call is a list of parts, each a program of its own. A part that fails, hangs or needs more time than is left does not
-stop the others. OUT_FOLDER gets at most 8 files: summary.md, and what each part printed.
+stop the others. OUT_FOLDER gets at most 8 files: summary.md, and what each part printed. The summary has each line as
+soon as a part has printed it, so it is right whenever the call is killed.
 
 This file and what it imports need only the standard library, because the first part may install the rest.
 """
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def _workers(number: int) -> tuple[str, ...]:
 
 
 _ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_host.py")
+_ONE_EACH = ("tests/gpu/test_gpu_records.py", "tests/gpu/test_gpu_communicator.py")
 _COMMAND = ("tests/gpu/test_gpu_cli.py",)
 _ELSEWHERE = [f"--ignore={path}" for path in (*_ALONE, *_COMMAND)]
 _PRETRAINING = ("benchmarks/pretraining.py", "--seconds", "{seconds}")
@@ -90,6 +92,19 @@ _TECHNIQUES = ("benchmarks/techniques.py",)
 _OVERHEAD = ("benchmarks/overhead.py", "--precision", "bf16")
 
 CALLS = {
+    0: Call(
+        "the figures that matter most, if there is only one call",
+        (
+            Part("figures", (*_PRETRAINING, "figures", "--rounds", "2"), 265, 100, PEER),
+            Part("alone", _pytest(*_ALONE, *_ONE_EACH, "-rA"), 60, 30, PYTEST, False,
+                 tiny=_pytest(*_ALONE, "-rA", "--on-cpu")),
+            Part("sampling", ("benchmarks/rollouts.py", "--rounds", "2"), 40, 25, ECHELON),
+            Part("adapters", (*_FINETUNING, "--blocks", "2", "--steps", "4", "lora-bf16", "qlora-bf16"), 60, 50,
+                 FINETUNING),
+            Part("nccl", ("benchmarks/nccl_on_one_gpu.py", "--seconds", "{seconds}"), 25, 20, ECHELON),
+        ),
+        ("bitsandbytes", "torchtitan"),
+    ),
     1: Call(
         "the tests that need a GPU",
         (
@@ -177,6 +192,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._started = time.monotonic()
+        self._writing = threading.Lock()
 
     @property
     def seconds_left(self) -> float:
@@ -211,7 +227,13 @@ class Runner:
                 stdout=subprocess.PIPE, stderr=log, process_group=0,
             )  # fmt: skip
             printed: list[str] = []
-            reader = threading.Thread(target=_copy_lines, args=(program.stdout, log, printed), daemon=True)
+
+            def show() -> None:
+                seconds = time.monotonic() - started
+                self.write_summary(Result(part.name, "running", seconds, tuple(printed), part.is_table))
+
+            show()
+            reader = threading.Thread(target=_copy_lines, args=(program.stdout, log, printed, show), daemon=True)
             reader.start()
             try:
                 outcome = _wait(program, limit)
@@ -221,21 +243,26 @@ class Runner:
         seconds = time.monotonic() - started
         return Result(part.name, outcome, seconds, tuple(printed), part.is_table, outcome == "done")
 
-    def write_summary(self) -> None:
-        """Write summary.md: a table of the parts, then what each of them printed."""
-        lines = [f"# {self.heading}", "", "| part | result | seconds |", "|---|---|---|"]
-        lines += [f"| {each.name} | {each.outcome} | {each.seconds:.0f} |" for each in self.results]
-        for each in self.results:
-            if each.printed:
-                lines += ["", f"## {each.name}", "", *_excerpt(each)]
-        (self.out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    def write_summary(self, *running: Result) -> None:
+        """Write summary.md at once: a table of the parts, then what each of them has printed."""
+        with self._writing:
+            results = [*self.results, *running]
+            lines = [f"# {self.heading}", "", "| part | result | seconds |", "|---|---|---|"]
+            lines += [f"| {each.name} | {each.outcome} | {each.seconds:.0f} |" for each in results]
+            for each in results:
+                if each.printed:
+                    lines += ["", f"## {each.name}", "", *_excerpt(each)]
+            written = self.out / "summary.md.new"
+            written.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            written.replace(self.out / "summary.md")
 
 
-def _copy_lines(stream: Iterator[bytes], log: "object", printed: list[str]) -> None:
-    """Copy what a program prints to its log and to a list of lines."""
+def _copy_lines(stream: Iterator[bytes], log: "object", printed: list[str], show: Callable[[], None]) -> None:
+    """Copy what a program prints to its log and to a list of lines; `show` is called after each."""
     for line in stream:
         log.write(line)
         printed.append(line.decode(errors="replace").rstrip())
+        show()
 
 
 def _wait(program: subprocess.Popen, limit: float) -> str:
@@ -348,7 +375,8 @@ def main() -> None:
     arguments = parse_arguments()
     call = CALLS[arguments.call]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the limit of a whole session: end the running part
+    for number in (signal.SIGTERM, signal.SIGINT):  # the limit of a whole session: end the running part
+        signal.signal(number, signal.default_int_handler)  # also where SIGINT was ignored, which parts would inherit
     with tempfile.TemporaryDirectory() as folder:
         words = f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {describe_source()}"
         heading = f"GPU call {arguments.call}: {call.title} ({words}, Python {platform.python_version()})"

@@ -1,6 +1,6 @@
 """Pretraining on one device: tokens per second, MFU, and peak memory beside the planner's prediction.
 
-    python benchmarks/pretraining.py peers|variants|float8|long|packed [ROW ...] [--rounds 3] [--steps 4] [--size tiny]
+    python benchmarks/pretraining.py TABLE [ROW ...] [--rounds 3] [--steps 4] [--size tiny]
 
 The model is that of recipes/pretrain-1.3b.yaml, on source code of Python's standard library. Each side is a separate
 process. The sides of a row run at the same time and take turns: one runs a block of steps while the others wait. HF
@@ -75,6 +75,11 @@ APART = replace(JOINED, overrides=("data.document_mask=true",))
 
 # The rows that matter most come first: a call on a lent machine may end before the last ones.
 TABLES = {
+    "figures": {
+        "as the planner chooses": (Row(),),
+        "torchtitan": (BESIDE, replace(BESIDE, side="torchtitan")),
+        "HF Trainer": (BESIDE, replace(BESIDE, side="hf")),
+    },
     "peers": {
         "torchtitan": (BESIDE, replace(BESIDE, side="torchtitan")),
         "plain loop": (BESIDE, replace(BESIDE, side="plain")),
@@ -419,18 +424,16 @@ def main():
         f"{ceilings.peak / 1e12:.4g} TFLOP/s, a matrix product measured at {ceilings.matmul / 1e12:.4g}\n{HEAD}",
         flush=True,
     )
-    tables = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         write_text(scratch / "text.jsonl")
 
         def measure_row(name):
             kernels = measure(name, table[name], scratch, ceilings, arguments)
-            if kernels is not None:
-                tables.append(f"\nKernels of: {name}\n\n{render_kernels(kernels, arguments.steps)}")
+            if kernels is not None:  # at once: the call may end before the last row
+                print(f"\nKernels of: {name}\n\n{render_kernels(kernels, arguments.steps)}\n{HEAD}", flush=True)
 
         is_whole = measure_rows(arguments.rows or table, arguments.seconds, measure_row)
-    print("\n".join(tables))
     sys.exit(not is_whole)
 
 

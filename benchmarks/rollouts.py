@@ -1,11 +1,12 @@
 """How fast answers are sampled: with and without a cache, and beside the generation of TRL's GRPO trainer.
 
-    python benchmarks/rollouts.py [--rounds N]
+    python benchmarks/rollouts.py [--rounds N] [--size tiny]
 
-One process and one thread, on a CPU. Without vLLM, TRL's GRPOTrainer calls `model.generate` of transformers with each
-prompt as often as it has answers; so does this benchmark, with the same weights, prompts and sampling. A share of the
-vocabulary ends an answer, so lengths differ as those of real answers do: few are long. The random numbers differ, so
-the measure is the tokens of all answers over the processor seconds, which other programs disturb less than the time.
+Without vLLM, TRL's GRPOTrainer calls `model.generate` of transformers with each prompt as often as it has answers; so
+does this benchmark, with the same weights, prompts and sampling. On a CPU with one thread, a share of the vocabulary
+ends an answer, so lengths differ as those of real answers do: few are long. The random numbers differ, so the measure
+is the tokens of all answers over the processor seconds, which other programs disturb less than the time. On a GPU: 64
+and 256 answers of 128 tokens by the model of recipes/pretrain-1.3b.yaml in bf16, over the time.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from echelon.learn.answers.sampling import Sampling
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
@@ -30,22 +31,28 @@ MODEL = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
     "num_attention_heads": 4, "vocab_size": VOCABULARY,
 }  # fmt: skip
+LARGE = MODEL | {
+    "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "max_position_embeddings": 512,
+}  # fmt: skip
 RECIPE = """
 run: {{name: rollouts}}
 model: {{config: {model}}}
 tokenizer: bytes
 data: {{train: text.txt, sequence_len: 64}}
-train: {{steps: 1, global_batch_size: 1, precision: fp32, compile: false}}
+train: {{steps: 1, global_batch_size: 1, precision: {precision}, compile: false}}
 optim: {{learning_rate: 1.0e-3}}
 """
 GROUP = 8
 NEW = 256
+HAS_GPU = torch.cuda.is_available()
 
 
-def build_learner(folder):
+def build_learner(folder, model=MODEL, precision="fp32"):
     """A model with random weights: each token is about equally likely."""
     (folder / "text.txt").write_text("any text will do " * 100)
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=MODEL).replace("text.txt", str(folder / "text.txt")))
+    recipe = RECIPE.format(model=model, precision=precision)
+    (folder / "recipe.yaml").write_text(recipe.replace("text.txt", str(folder / "text.txt")))
     recipe, _ = load_recipe(folder / "recipe.yaml")
     return Learner.build(recipe)
 
@@ -57,33 +64,36 @@ def random_prompts(count, least, most):
     return [torch.randint(VOCABULARY // 2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def by_echelon(learner, prompts, stops, **options):
+def by_echelon(learner, prompts, stops, new=NEW, **options):
     """Sample; returns the number of tokens of all answers."""
 
     def sample(seed):
-        sampling = Sampling(max_tokens=NEW, temperature=1.0, top_k=0, num_samples=GROUP, seed=seed)
+        sampling = Sampling(max_tokens=new, temperature=1.0, top_k=0, num_samples=GROUP, seed=seed)
         return sum(map(len, learner.generate(prompts, sampling, stops, **options).answers))
 
     return sample
 
 
-def by_transformers(learner, prompts, stops):
+def by_transformers(learner, prompts, stops, new=NEW):
     """The same by `model.generate`, as GRPOTrainer calls it."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), attn_implementation="sdpa").eval()
+    dtype, device = getattr(torch, learner.plan.precision.compute), learner.device
+    with device:
+        model = AutoModelForCausalLM.from_config(learner.config, dtype=dtype, attn_implementation="sdpa").eval()
     state = learner.engine.state_dict()
     model.load_state_dict({key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}, False)
     rows, width = [prompt for prompt in prompts for _ in range(GROUP)], max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     config = GenerationConfig(
-        max_new_tokens=NEW, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=stops, pad_token_id=0
-    )
+        max_new_tokens=new, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=stops or None,
+        pad_token_id=0,
+    )  # fmt: skip
 
     def sample(seed):
         torch.manual_seed(seed)
         with torch.no_grad():
             answers = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
-        ended = torch.isin(answers, torch.tensor(stops)).long().cumsum(1)
+        ended = torch.isin(answers, torch.tensor(stops, device=device)).long().cumsum(1)
         return int((ended == 0).sum() + (ended[:, -1] > 0).sum())
 
     return sample
@@ -100,15 +110,16 @@ def without_cache(sample):
 
 
 def compare(title, sides, rounds):
-    """Run the sides in turns; print tokens per processor second."""
-    found = {name: [] for name in sides}
-    for number in range(rounds):
+    """Run the sides in turns; print tokens per processor second, or on a GPU per second after a first round."""
+    found, clock = {name: [] for name in sides}, time.perf_counter if HAS_GPU else time.thread_time
+    for number in range(rounds + HAS_GPU):
         for name, sample in sides.items():
-            started = time.thread_time()
-            tokens = sample(number)
-            found[name].append(tokens / (time.thread_time() - started))
+            started = clock()
+            tokens = sample(number)  # which end in lists of the host
+            found[name].append(tokens / (clock() - started))
+    found = {name: rates[HAS_GPU:] for name, rates in found.items()}
     first = next(iter(found.values()))
-    print(f"\n{title}")
+    print(f"\n{title}", flush=True)
     for name, rates in found.items():
         ratios = [rate / other for rate, other in zip(rates, first, strict=True)]
         print(
@@ -117,13 +128,30 @@ def compare(title, sides, rounds):
         )
 
 
+def compare_equal_lengths(options):
+    """64 and 256 answers of one length."""
+    model, new, counts = (LARGE, 128, (64, 256)) if options.size == "full" else (MODEL, 4, (16,))
+    with tempfile.TemporaryDirectory() as folder, closing(build_learner(Path(folder), model, "bf16")) as learner:
+        for count in counts:
+            prompts = random_prompts(count // GROUP, 64, 128)
+            sides = {
+                "transformers' generate": by_transformers(learner, prompts, [], new),
+                "echelon": by_echelon(learner, prompts, [], new),
+            }
+            compare(f"{count} answers of {new} tokens to {len(prompts)} prompts", sides, options.rounds)
+
+
 def main():
     """Compare, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test of this program")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(describe_machine("torch", "transformers"))
+    if HAS_GPU or options.size == "tiny":
+        compare_equal_lengths(options)
+        return
     with tempfile.TemporaryDirectory() as folder, closing(build_learner(Path(folder))) as learner:
         prompts, stops = random_prompts(8, 16, 64), list(range(VOCABULARY // 64))
         sides = {

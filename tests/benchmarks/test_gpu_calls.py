@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import gpu_calls
+import nccl_on_one_gpu
 import pretraining
 from echelon.ground.launch_environment import torch_environment
 from gpu_calls import (
@@ -85,6 +86,19 @@ def test_the_other_parts_run_after_one_that_fails_and_ones_that_hang(tmp_path, m
     assert sorted(path.name for path in out.iterdir()) == [
         "fails.log", "prints.log", "reports.log", "stays.log", "summary.md",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [1.3, 1.71])
+def test_a_killed_call_has_what_its_part_had_printed(tmp_path, seconds):
+    counts = "import time\nfor row in range(999): print(f'| {row} |', flush=True); time.sleep(0.02)"
+    program = f"from gpu_calls import *\nRunner(Path('.'), 'A call').run(Part('counts', ('-c', {counts!r}), 60, 1))"
+    call = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "benchmarks")})
+    time.sleep(seconds)
+    call.kill()
+    call.wait()
+    rows = (tmp_path / "summary.md").read_text().partition("## counts\n\n")[2].split("\n")[:-1]
+    assert len(rows) > 5 and rows == [f"| {row} |" for row in range(len(rows))]
+    assert (tmp_path / "counts.log").read_text().count(" |\n") - len(rows) in (0, 1)
 
 
 def test_a_part_that_does_not_fit_is_not_started(tmp_path):
@@ -317,7 +331,7 @@ def test_wrong_options_are_refused(tmp_path):
         assert done.returncode == 2 and reason in done.stderr
 
 
-@pytest.mark.parametrize(("gpus", "numbers"), [(1, "123456"), (2, "1234567"), (4, "1234567")])
+@pytest.mark.parametrize(("gpus", "numbers"), [(1, "0123456"), (2, "01234567"), (4, "01234567")])
 def test_make_gpu_runs_every_call_that_the_gpus_allow(tmp_path, gpus, numbers):
     """Also after one that fails. Python is a program that says how many GPUs there are, and fails in call 3."""
     python = tmp_path / "python"
@@ -365,6 +379,8 @@ def test_pytest_reports_at_its_time_limit_what_its_workers_have_done(tmp_path):
 
 TITAN = "torchtitan: not " if find_spec("torchtitan") is None else "| torchtitan | torchtitan |"
 TABLES = {
+    0: ["| as the planner chooses | echelon |", "| kind of work |", "| HF Trainer | HF Trainer |", "| qlora-bf16 |",
+        "16 answers", *(f"| {row} |" for row in nccl_on_one_gpu.ROWS)],
     1: [" passed", "skipped in"],
     2: ["| HF Trainer | echelon |", "| HF Trainer | HF Trainer |", "| plain loop | plain loop |", TITAN,
         "| as the planner chooses | echelon |", "| zero2, micro batch 4 | echelon", "| kind of work |",
