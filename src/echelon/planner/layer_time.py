@@ -213,7 +213,7 @@ def _adapter_bytes(step: Step) -> tuple[float, float]:
     """Bytes of a layer's adapter forward and backward: (per token, of the weights in 4 bits). 0 on CPUs, whose
     bandwidth is measured on whole layers."""
     adapter, num_layers = step.plan.adapter, step.shape.num_layers
-    if adapter is None or step.cluster.kind == "cpu":
+    if adapter is None or not step.software.moves_adapters or step.cluster.kind == "cpu":
         return 0.0, 0.0
     features = (adapter.num_trained_parameters - adapter.num_saved_inside - adapter.num_saved_outside) / adapter.r
     per_token = _ADAPTER_PASSES * features * DTYPE_BYTES[step.plan.precision.compute] / num_layers

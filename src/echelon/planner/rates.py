@@ -141,6 +141,7 @@ class Software:
             of a sequence.
         copies: whether weights and gradients are cast and added up by passes of their own, as in PyTorch. Megatron-LM
             and DeepSpeed keep weights in 16 bits, and Megatron-LM's products add to gradients.
+        moves_adapters: whether A and B of LoRA read and write their inputs and outputs in passes of their own.
     """
 
     attention: AttentionKernel = "flash"
@@ -151,6 +152,7 @@ class Software:
     recomputes_ends: bool = False
     divides_borders: bool = False
     copies: bool = True
+    moves_adapters: bool = False
 
     def describe(self) -> str:
         """One line for the user."""
@@ -172,7 +174,7 @@ class Software:
 def choose_software(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> Software:
     """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
     is_eager = plan.activation_checkpointing == "selective" and plan.divides_graphs(bool(shape.experts))
-    return Software(attention=_choose_attention(shape, plan, cluster), fused=plan.compile and not is_eager)
+    return Software(_choose_attention(shape, plan, cluster), plan.compile and not is_eager, moves_adapters=True)
 
 
 def _choose_attention(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> AttentionKernel:
