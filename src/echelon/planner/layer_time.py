@@ -205,19 +205,18 @@ def _memory_forward(step: Step) -> float:
     num_bytes = passes * number * (rates.fused if step.software.fused else rates.eager) + _unfused_bytes(step)
     if plan.precision.float8:
         num_bytes += _FLOAT8_PASSES * (2 * part.hidden_size / divided + inner)
-    adapted, dequantized = _adapter_bytes(step)
+    adapted, dequantized = _adapter_bytes(step)  # forward and backward
     return (step.tokens * (num_bytes + adapted / 3) + dequantized / 3) / step.bandwidth
 
 
 def _adapter_bytes(step: Step) -> tuple[float, float]:
-    """Bytes of a layer's adapter forward and backward: (per token, of the weights in 4 bits). 0 on CPUs, whose
-    bandwidth is measured on whole layers."""
+    """Bytes of a layer's adapter: (per token, of weights in 4 bits). 0 on CPUs, which are measured on whole layers."""
     adapter, num_layers = step.plan.adapter, step.shape.num_layers
     if adapter is None or not step.software.moves_adapters or step.cluster.kind == "cpu":
         return 0.0, 0.0
     features = (adapter.num_trained_parameters - adapter.num_saved_inside - adapter.num_saved_outside) / adapter.r
-    per_token = _ADAPTER_PASSES * features * DTYPE_BYTES[step.plan.precision.compute] / num_layers
-    return per_token, 2 * _DEQUANTIZED_BYTES * adapter.num_quantized_parameters / num_layers
+    moved = _ADAPTER_PASSES * features * DTYPE_BYTES[step.plan.precision.compute]
+    return moved / num_layers, 2 * _DEQUANTIZED_BYTES * adapter.num_quantized_parameters / num_layers
 
 
 def _unfused_bytes(step: Step) -> float:

@@ -72,10 +72,8 @@ def shard_model(
 
 
 def _checkpoint_and_compile(layers: Sequence[nn.Module], plan: ParallelPlan, backend: str, is_divided: bool) -> None:
-    """Compile around a checkpoint, so that a layer recomputes inside its own graph; or inside, if it is several graphs.
-
-    torch compiles nothing of a checkpoint in which a graph ends (pytorch/pytorch#139989).
-    """
+    """Compile around a checkpoint, so that a layer recomputes inside its own graph; or inside, if it is several graphs:
+    torch compiles nothing of a checkpoint in which a graph ends (pytorch/pytorch#139989)."""
     is_inside = plan.compile and is_divided and plan.activation_checkpointing == "full"
     if is_inside:
         apply_compile(layers, backend)
