@@ -93,7 +93,7 @@ def count_test_lines() -> int:
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: count_files(ECHELON), 497, 0),
-    "lines": (lambda: count_lines(ECHELON), 95_790, 250),
+    "lines": (lambda: count_lines(ECHELON), 95_775, 250),
     "raises with a text": (lambda: count_raises(ECHELON), 1_331, 5),
     "vague names of variables": (lambda: count_vague_names(ECHELON), 117, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
