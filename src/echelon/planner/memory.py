@@ -245,9 +245,9 @@ def _count_loads(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> tup
 def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size: int, written: int) -> _LoadBytes:
     """`head_size`: of the whole head; that of `load` may be a part. `written`: bytes of a checkpoint, by this rank."""
     shape, is_gpu = load.shape, kind == "cuda"
+    plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     held = _held_bytes(shape, plan) if plan.holds_snapshots else 0
     gathers_once = plan.rollout is not None and plan.rollout.gathers_once
-    plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     length, tokens = plan.part_len, plan.microbatch_tokens
     kept, redone, moved = activation_bytes(shape, plan, kind)
     rows = plan.micro_batch_size * length

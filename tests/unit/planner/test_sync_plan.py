@@ -13,7 +13,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.more_devices import count_step_bytes
-from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.planner.plan import AdapterPlan, ParallelPlan, SyncPlan
 from echelon.planner.plan_lines import describe_plan, summarize_plan
 from echelon.planner.replica_costs import agreement_bytes, count_sent_bytes
 from echelon.planner.replica_limits import refuse_living_on, resize
@@ -185,6 +185,13 @@ def test_held_snapshots_are_planned(parallel, shards):
     states = estimate_memory(TINY, plain, "cpu").states
     with pytest.raises(PlanError, match="parameters, gradients and optimizer need"):
         resolve_plan(replacing(parallel), TINY, cpus(2, gigabytes=(states + held / 2) / 1e9))
+
+
+def test_a_stage_holds_snapshots_of_its_own_part_of_an_adapter():
+    lora = AdapterPlan("lora", 4, 0.0, ("q_proj",), 2 * 4 * (64 + 64), TINY.num_parameters)
+    plan = replace(resolve_plan(replacing({"pp": 2}), TINY, cpus(2)), adapter=lora)
+    held, bare = (estimate_memory(TINY, each, "cpu").total for each in (plan, replace(plan, holds_snapshots=False)))
+    assert held - bare == 4 * 3 * 4 * 4 * (64 + 64)  # four times weights and moments in fp32, of one of two layers
 
 
 @pytest.mark.parametrize(
