@@ -45,7 +45,6 @@ Role = Literal["worker", "agent", "local"]
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
 """Set for the workers of `echelon train` on one machine: the id of the process that they must not outlive."""
 
-
 HOST_VARIABLE = "ECHELON_HOST_DIR"
 """Set for the workers of an agent in a job of several machines: the folder for the outcomes of its ranks."""
 

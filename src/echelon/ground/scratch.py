@@ -17,14 +17,12 @@ _LEAST_SECONDS = 60.0
 
 
 @contextmanager
-def scratch_folder(kind: str, place: Path | None = None) -> Iterator[Path]:
+def scratch_folder(kind: str) -> Iterator[Path]:
     """Create a folder for the block, accessible only to this user, and remove those of this user's killed processes.
 
-    Args:
-        kind: a word in its name.
-        place: the folder that contains it; by default the one for temporary files.
+    It is in the folder for temporary files. `kind`: a word in its name.
     """
-    place = place or Path(tempfile.gettempdir())
+    place = Path(tempfile.gettempdir())
     sweep(place)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=place))
     lock = FileLock(folder / _LOCK)

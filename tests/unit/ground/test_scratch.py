@@ -4,20 +4,29 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from echelon.ground.scratch import keep, scratch_folder, sweep
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from echelon.ground.scratch import scratch_folder\n"
-    "with scratch_folder(sys.argv[1], Path(sys.argv[2])) as folder:\n    print(folder, flush=True); time.sleep(60)\n"
+    "import sys, time; from echelon.ground.scratch import scratch_folder\n"
+    "with scratch_folder(sys.argv[1]) as folder:\n    print(folder, flush=True); time.sleep(60)\n"
 )
 
 
-def hold(kind: str, place: Path) -> tuple[subprocess.Popen[str], Path]:
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def hold(kind: str) -> tuple[subprocess.Popen[str], Path]:
     """A process with a folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, kind, str(place)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, kind], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
@@ -28,7 +37,7 @@ def grow_old(folder: Path) -> None:
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    (live, alive), (killed, left) = hold("agent", tmp_path), hold("snapshots", tmp_path)
+    (live, alive), (killed, left) = hold("agent"), hold("ranks")
     other = tmp_path / "echelon-agent-of-an-older-version"
     other.mkdir()
     (left / "sub").mkdir()
@@ -38,7 +47,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     assert left.exists(), "its process may be about to lock it"
     for folder in (alive, left, other):
         grow_old(folder)
-    with scratch_folder("agent", tmp_path) as mine:
+    with scratch_folder("agent") as mine:
         assert sorted(tmp_path.iterdir()) == sorted([alive, other, mine])
         assert mine.stat().st_mode & 0o777 == 0o700
     live.terminate()
@@ -47,7 +56,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_folder_can_be_kept(tmp_path: Path) -> None:
-    with scratch_folder("ranks", tmp_path) as folder:
+    with scratch_folder("ranks") as folder:
         (folder / "log").write_text("why it failed")
         keep(folder)
     grow_old(folder)

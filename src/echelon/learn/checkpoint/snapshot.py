@@ -1,6 +1,5 @@
 """Snapshots of the training state in the memory of the ranks: each holds its own part, and that of another rank."""
 
-import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,9 +12,6 @@ from torch import Tensor
 from echelon.learn.distributed.mesh import wait_for
 from echelon.learn.distributed.objects import broadcast_object, gather_objects
 from echelon.learn.model.sharding import local_part
-
-logger = logging.getLogger(__name__)
-
 
 # Of the places of tensors in a part, so that each can be looked at with its own dtype.
 _ALIGNMENT_BYTES = 16
@@ -126,11 +122,10 @@ class PeerMemory:
 
     def newest(self) -> HeldSnapshot | None:
         """The newest snapshot of which every part is held; None if there is none. The same on every rank."""
-        by_rank = gather_objects((set(self._held.own), set(self._held.other)), None)
+        by_rank = gather_objects((set(self._held.own), set(self._held.other), self._held.whole), None)
         # What a rank copied while another one was lost may be of a collective that was given up.
-        whole = {step for step in gather_objects(self._held.whole, None) if step is not None}
-        for step in sorted(whole, reverse=True):
-            lost = tuple(rank for rank, (steps, _) in enumerate(by_rank) if step not in steps)
+        for step in sorted({whole for *_, whole in by_rank if whole is not None}, reverse=True):
+            lost = tuple(rank for rank, (steps, *_) in enumerate(by_rank) if step not in steps)
             if all(step in by_rank[self._holder(rank)][1] for rank in lost):
                 return HeldSnapshot(step, next(rank for rank in range(self._size) if rank not in lost), lost)
         return None

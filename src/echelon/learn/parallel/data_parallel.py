@@ -308,18 +308,17 @@ class FullyShard(Undivided):
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode; whatever stayed gathered is sharded again at the end, also after an error."""
         rollout = self._plan.rollout
-        self._reshard_after_forward(self._plan.reshard_after_forward and not (rollout and rollout.gathers_once))
+        kept = self._units[1:] if rollout is not None and rollout.gathers_once else ()  # the root has a rule of its own
+        for unit in kept:
+            unit.set_reshard_after_forward(False, recurse=False)
         try:
             with evaluation_mode(self.module):
                 yield self.module
         finally:
-            self._reshard_after_forward(self._plan.reshard_after_forward)
+            for unit in kept:
+                unit.set_reshard_after_forward(self._plan.reshard_after_forward, recurse=False)
             for unit in self._units:
                 unit.reshard()
-
-    def _reshard_after_forward(self, is_wanted: bool) -> None:
-        for unit in self._units[1:]:  # without the root, which has a rule of its own
-            unit.set_reshard_after_forward(is_wanted, recurse=False)
 
 
 @contextmanager

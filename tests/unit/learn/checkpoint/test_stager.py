@@ -54,42 +54,34 @@ def test_the_first_save_after_a_rehearsal_allocates_nothing(allocations):
 
 
 @pytest.fixture
-def group():
-    """The process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def store(group, tmp_path):
+def store(tmp_path):
     """A store of one process, and no GPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     store = CheckpointStore(tmp_path, keep_last=1, asynchronous=True)
     yield store
     store.close()
+    dist.destroy_process_group()
 
 
 class Copies(TorchDispatchMode):
     """Notes the operations that read what a tensor contains."""
 
-    def __init__(self):
-        super().__init__()
-        self.names = []
+    names = ()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         if "copy" in operation.name() or "clone" in operation.name():
-            self.names += [] if result.device.type == "meta" else [operation.name()]
+            self.names += () if result.device.type == "meta" else (operation.name(),)
         return result
 
 
-def test_buffers_of_sharded_tensors_are_allocated_without_a_copy(group):
+def test_buffers_of_sharded_tensors_are_allocated_without_a_copy(store):
     """On a GPU each copy would wait for the stream of the first steps."""
     mesh = dist.init_device_mesh("cpu", (1,))
     tensors = {"weight": distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]), "step": torch.tensor(1.0)}
     with Copies() as copies:
         buffers = allocate_buffers(tensors, pinned=False)
-    assert copies.names == []
+    assert copies.names == ()
     assert (buffers["weight"].placements, buffers["weight"].shape) == (tensors["weight"].placements, (3, 2))
     copied = Stager().stage(tensors)
     assert torch.equal(copied["weight"].to_local(), tensors["weight"].to_local())
