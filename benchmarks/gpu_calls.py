@@ -97,7 +97,7 @@ CALLS = {
         (
             Part("figures", (*_PRETRAINING, "figures", "--rounds", "2"), 265, 100, PEER),
             Part("alone", _pytest(*_ALONE, *_ONE_EACH, "-rA"), 60, 30, PYTEST, False,
-                 tiny=_pytest(*_ALONE, "-rA", "--on-cpu")),
+                 tiny=_pytest(*_ALONE, *_ONE_EACH, "-rA")),
             Part("sampling", ("benchmarks/rollouts.py", "--rounds", "2"), 40, 25, ECHELON),
             Part("adapters", (*_FINETUNING, "--blocks", "2", "--steps", "4", "lora-bf16", "qlora-bf16"), 60, 50,
                  FINETUNING),
