@@ -14,7 +14,7 @@ import pytest
 
 from echelon.ground.errors import ConfigError, DataError, EchelonError
 from echelon.ground.object_store import ObjectStore, ObjectStoreError
-from echelon.ground.scratch import scratch_folder
+from echelon.ground.scratch import sweep
 from echelon.ground.stored import MAX_BYTES
 from echelon.learn.data.readers.record import SourceFile
 from echelon.learn.data.source import Source, list_files
@@ -184,6 +184,5 @@ def test_a_process_that_is_ended_while_it_waits_for_a_server_leaves_nothing(serv
         [folder] = tmp_path.iterdir()
         for path in (folder, *folder.iterdir()):
             os.utime(path, (time.time() - 100, time.time() - 100))
-        with scratch_folder("listing", tmp_path):
-            assert not folder.exists()
+        sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
