@@ -40,7 +40,7 @@ PLANS = {
 }
 
 
-def report(rank, world_size, plan):
+def report(rank, world_size, plan, all_tell=False):
     """One step's metrics. Stages before the last one know no loss, and context peers have half of it each."""
     meshes = build_mesh(plan, "cpu")
     share = SHARES[meshes.data_rank]
@@ -68,8 +68,8 @@ def report(rank, world_size, plan):
         data_wait_seconds=float(rank),
         stop_flags=[0.0] * 4 + [float(rank == world_size - 1)],
     )
-    load = None if rank == 0 else GpuLoad(rank / 10, 100.0 * rank)  # that of rank 0 is not known
-    measured = Measured(peak_bytes=1000 + rank, sent_bytes=100.0 * rank, busy_seconds=10.0, gpu=load)
+    load = None if rank == 0 and not all_tell else GpuLoad(rank / 10, 100.0 * rank, 1000.0 * (1 + rank))
+    measured = Measured(1000 + rank, sent_bytes=100.0 * rank, wall_seconds=6.0, busy_seconds=10.0, gpu=load)
     return PendingMetrics(record, meshes, measured).read()
 
 
@@ -83,7 +83,8 @@ def test_every_plan_reports_the_same_step(workers, plan):
     assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
     assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
     assert metrics.sent_bytes == 100 * (plan.world_size - 1) / 2
-    assert metrics.gpu == pytest.approx((plan.world_size / 20, 50 * plan.world_size)), "of ranks 1 and later"
+    means = (plan.world_size / 20, 50 * plan.world_size, 1000 + 500 * plan.world_size)
+    assert metrics.gpu == pytest.approx(means), "of ranks 1 and later"
     assert metrics.own_seconds == [10.0 + rank for rank in range(plan.world_size)], "with waiting for data"
     assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1
     several = plan.num_replicas > 1
@@ -91,3 +92,8 @@ def test_every_plan_reports_the_same_step(workers, plan):
         (1.5, False, 2) if several else (1, True, 0)
     )
     assert metrics.is_bad and metrics.stopped_by is not None, "what one rank sees, all of them do"
+
+
+def test_the_gpu_with_the_lowest_clock_computes_all_the_time(workers):
+    [metrics, _] = workers.run(report, 2, PLANS["dp"], True)
+    assert metrics.own_seconds == [10 + 6, 11 + 3], "of 6 seconds, at 1,000 and 2,000 MHz; 1 s of waiting for data"

@@ -67,7 +67,8 @@ def _read_load(device: torch.device) -> GpuLoad | None:
     except ImportError:
         return None
     try:
-        return GpuLoad(torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000)
+        load, watts = torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000
+        return GpuLoad(load, watts, torch.cuda.clock_rate(device))
     except (RuntimeError, ImportError, pynvml.NVMLError):  # not supported by the GPU or its driver
         return None
 

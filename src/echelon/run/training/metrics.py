@@ -85,10 +85,11 @@ def _add(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
 
 
 class GpuLoad(NamedTuple):
-    """Of a GPU the share of the time in which a kernel ran, from 0 to 1, and the power in watts."""
+    """Of a GPU the share of the time in which a kernel ran, from 0 to 1, the power in watts, and the clock in MHz."""
 
     utilization: float
     watts: float
+    clock: float
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class StepMetrics:
     wall_seconds: float
     """Since the last step, on average."""
     own_seconds: Sequence[float]
-    """Of each rank: working for the step and waiting for data, but not for other ranks."""
+    """Of each rank: working for the step and waiting for data, but not for other ranks. On GPUs by their clocks."""
     gpu: GpuLoad | None
     """The mean over ranks with a GPU that tells it; None without any."""
     memory_peak_bytes: int | None
@@ -163,9 +164,12 @@ class PendingMetrics:
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
         losses = torch.stack([value.double() for value in (record.loss_sum, router_sum, record.targets.own)])
         experts = losses.new_zeros(1, 1) if record.expert_tokens is None else record.expert_tokens.double()
-        load = [0.0] * 3 if measured.gpu is None else [*measured.gpu, 1.0]
-        own_times = [0.0] * meshes.num_devices
-        own_times[dist.get_rank(meshes.everyone)] = measured.busy_seconds + record.data_wait_seconds
+        *load, clock = [0.0] * 4 if measured.gpu is None else [1.0, *measured.gpu]
+        own_times = [0.0] * (2 * meshes.num_devices)
+        own_times[dist.get_rank(meshes.everyone) :: meshes.num_devices] = [
+            measured.busy_seconds + record.data_wait_seconds,
+            clock,
+        ]
         membership = meshes.membership if meshes.is_one_model else None
         sees_next = membership is not None and membership.sees_next()
         sums = torch.cat(
@@ -217,7 +221,7 @@ class PendingMetrics:
         norm, commit, in_a_row, scale = sums[last:].view(num_replicas, 4).T
         sees_next, sums = sums[:1], sums[1:last]
         num_ranks, num_further = self._grid.size(AXES), len(self.record.further)
-        sizes = [len(sums) - num_experts - num_ranks - num_further, num_experts, num_ranks, num_further]
+        sizes = [len(sums) - num_experts - 2 * num_ranks - num_further, num_experts, 2 * num_ranks, num_further]
         sums, tokens, times, further = torch.split(sums, sizes)
         agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
         self._values = _to_host(torch.cat([sees_next, torch.stack(agreed), peak, times, further, sums]))
@@ -228,10 +232,10 @@ class PendingMetrics:
         self.finished.wait()
         _, grad_norm, committed, in_a_row, scale, load, peak, *values = self.collect().tolist()
         num_ranks = self._grid.size(AXES)
-        own_times, values = values[:num_ranks], values[num_ranks:]
+        own_times, clocks, values = values[:num_ranks], values[num_ranks : 2 * num_ranks], values[2 * num_ranks :]
         further, sums = values[: len(self.record.further)], values[len(self.record.further) :]
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
-        limbs, (wait, sent, wall, utilization, watts, num_loads, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
+        limbs, (wait, sent, wall, num_loads, utilization, watts, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * index) for index, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self.record.step,
@@ -248,8 +252,8 @@ class PendingMetrics:
             data_wait_seconds=wait / num_ranks,
             sent_bytes=sent / num_ranks,
             wall_seconds=wall / num_ranks,
-            own_seconds=own_times,
-            gpu=GpuLoad(utilization / num_loads, watts / num_loads) if num_loads else None,
+            own_seconds=own_times if 0.0 in clocks else add_gpu_seconds(own_times, clocks, wall / num_ranks),
+            gpu=GpuLoad(utilization / num_loads, watts / num_loads, sum(clocks) / num_loads) if num_loads else None,
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),
@@ -267,6 +271,16 @@ def _place_own(record: StepRecord, meshes: Meshes) -> Tensor:
     if not any(coordinate for axis, coordinate in meshes.place.items() if axis != "replica"):
         places[meshes.place["replica"]] = values
     return places
+
+
+def add_gpu_seconds(own_seconds: Sequence[float], clocks: Sequence[float], wall_seconds: float) -> list[float]:
+    """Return the own seconds of each rank with those of its GPU, if computation alone limits the step.
+
+    The GPU with the lowest clock then computes during the whole step, and each other one for a part of it, by the ratio
+    of the two clocks.
+    """
+    lowest = min(clocks)
+    return [seconds + wall_seconds * lowest / clock for seconds, clock in zip(own_seconds, clocks, strict=True)]
 
 
 def expert_load(tokens: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ class NVMLError(Exception): ...
 class NVMLError_DriverNotLoaded(NVMLError): ...
 class Rates: ...
 
-LOADS = [(20, 100_000), (40, 200_000), (90, 300_000)]  # percent, milliwatts
+LOADS = [(20, 100_000, 1980), (40, 200_000, 1900), (90, 300_000, 1310)]  # percent, milliwatts, MHz
 
 def nvmlInit(): ...
 
@@ -31,7 +31,10 @@ def nvmlDeviceGetUtilizationRates(handle):
     return rates
 
 def nvmlDeviceGetPowerUsage(handle):
-    return LOADS.pop(0)[1]
+    return LOADS[0][1]
+
+def nvmlDeviceGetClockInfo(handle, kind):
+    return LOADS.pop(0)[2] if kind == 1 else 0  # NVML_CLOCK_SM
 """
 PROGRAM = """
 import threading, torch
@@ -61,7 +64,7 @@ def run(program, path, **more):
 
 def test_the_mean_since_the_last_call_is_reported_and_then_the_latest(tmp_path):
     (tmp_path / "pynvml.py").write_text(NVML)
-    assert run(PROGRAM, tmp_path) == ["None", "(0.5, 200.0) (0.5, 200.0)", "1 False"]
+    assert run(PROGRAM, tmp_path) == ["None", "(0.5, 200.0, 1730.0) (0.5, 200.0, 1730.0)", "1 False"]
 
 
 @pytest.mark.parametrize("module", ["raise ImportError", NVML.replace('!= "second"', '== "second"')])

@@ -112,7 +112,7 @@ def test_the_dashboard_shows_metrics_that_a_run_on_gpus_has(tmp_path):
     metrics = StepMetrics(
         step=0, loss=1.0, router_loss=1.0, expert_load=1.0, grad_norm=1.0, committed=True, loss_scale=1.0,
         learning_rate=1.0, tokens=1, target_tokens=1, batch_hash="0a", data_wait_seconds=1.0, sent_bytes=1.0,
-        wall_seconds=1.0, own_seconds=(1.0,), gpu=GpuLoad(1.0, 1.0), memory_peak_bytes=1, is_bad=False,
+        wall_seconds=1.0, own_seconds=(1.0,), gpu=GpuLoad(1.0, 1.0, 1.0), memory_peak_bytes=1, is_bad=False,
         bad_in_a_row=0, stopped_by=None,
     )  # fmt: skip
     measured = ("tokens", "tokens_per_second", "step_seconds", "mfu", "memory_peak_bytes", "message_wait_seconds")
