@@ -42,7 +42,8 @@ class Context:
         attention: the implementation that computes attention after the exchange, by its name in `transformers`.
     """
 
-    def __init__(self, peers: "Peers", method: CpMethod, attention: str) -> None:
+    def __init__(self, peers: "Peers", method: CpMethod, attention: str, compile_backend: str | None = None) -> None:
+        """`compile_backend`: what compiles the merges of a ring; None: nothing."""
         self.peers = peers
         self.part = SequencePart(peers.rank, peers.size)
         self.method = method
@@ -52,7 +53,7 @@ class Context:
         if method == "ring":
             from echelon.learn.model.ring_attention import Ring
 
-            self._rings = {True: Ring(peers), False: Ring()}  # by whether sequences are divided
+            self._rings = {True: Ring(peers, compile_backend), False: Ring()}  # by whether sequences are divided
 
     @property
     def has_whole_masks(self) -> bool:

@@ -31,8 +31,8 @@ _FLASH_DTYPES, _FLASH_WIDTH = (torch.bfloat16, torch.float16), 8
 
 aten = torch.ops.aten
 
-_RINGS: "weakref.WeakValueDictionary[int, Peers | _Alone]" = weakref.WeakValueDictionary()
-"""The ranks of each ring by the number that the operation gets, because operations of torch take no objects."""
+_RINGS: "weakref.WeakValueDictionary[int, Ring]" = weakref.WeakValueDictionary()
+"""Each ring by the number that the operation gets, because operations of torch take no objects."""
 
 _NUMBERS = itertools.count()
 
@@ -50,12 +50,15 @@ class _Alone:
 class Ring:
     """The ranks that share sequences. Called, it computes their attention."""
 
-    def __init__(self, peers: Peers | None = None) -> None:
-        """`peers`: None for whole sequences on this rank."""
-        self._peers = _Alone() if peers is None else peers
+    def __init__(self, peers: Peers | None = None, compile_backend: str | None = None) -> None:
+        """`peers`: None for whole sequences on this rank. `compile_backend`: of the merge of turns; None: eager."""
+        self.peers = _Alone() if peers is None else peers
+        self.merge: Any = _merge
+        if compile_backend is not None:
+            self.merge = torch.compile(_merge, backend=compile_backend, dynamic=True, fullgraph=True)
         # A constant of compiled graphs, which a later process finds in the compiler's cache by the same number.
         self._number = next(_NUMBERS)
-        _RINGS[self._number] = self._peers
+        _RINGS[self._number] = self
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None, sinks: Tensor | None = None
@@ -82,7 +85,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [batch, part, heads, width], and the logarithms of sums, [batch, heads, part]."""
-    peers, packed = _RINGS[ring], torch.cat([key, value], -1)
+    peers, packed = _RINGS[ring].peers, torch.cat([key, value], -1)
     output = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     total = output.new_full(query.shape[:3], -torch.inf)
     if sinks is not None:  # what a query has found before the first turn: a key without a value
@@ -91,9 +94,9 @@ def _attend(
         for turn in range(peers.size):
             receive = peers.shift(packed) if turn + 1 < peers.size else None
             block = _find_block(peers, turn, query, first)
-            keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
+            keys, values = torch.split(block.of_keys(packed), [key.shape[-1], value.shape[-1]], -1)
             block_output, sums = attend_block(block.of_queries(query), keys, values, block.hides, scale)
-            _merge(block.of_queries(output), block.of_queries(total), block_output, sums)
+            _RINGS[ring].merge(block.of_queries(output), block.of_queries(total), block_output, sums)
             packed = packed if receive is None else receive()
     return output.transpose(1, 2).to(query.dtype).contiguous(), total
 
@@ -119,7 +122,7 @@ def _differentiate(
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, which are summed in fp32."""
-    peers, packed = _RINGS[ring], torch.cat([key, value], -1)
+    peers, packed = _RINGS[ring].peers, torch.cat([key, value], -1)
     of_query = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     of_packed = of_query.new_zeros(packed.shape)
     receive_sum: Callable[[], Tensor] | None = None
@@ -127,12 +130,12 @@ def _differentiate(
         for turn in range(peers.size):
             receive = peers.shift(packed) if turn + 1 < peers.size else None
             block = _find_block(peers, turn, query, first)
-            keys, values = _repeated(block.of_keys(packed), query, key.shape[-1])
+            keys, values = torch.split(block.of_keys(packed), [key.shape[-1], value.shape[-1]], -1)
             result = AttentionResult(*(block.of_queries(tensor) for tensor in (output, total, gradient)))
             grads = differentiate_block(block.of_queries(query), keys, values, block.hides, scale, result)
             block.of_queries(of_query).add_(grads[0])
             turn_sum = of_packed if turn == 0 else torch.zeros_like(of_packed)
-            block.of_keys(turn_sum).add_(torch.cat([_summed(part, key) for part in grads[1:]], -1))
+            block.of_keys(turn_sum).add_(torch.cat(grads[1:], -1))
             if turn > 0:  # the ranks before this one have added their part; the last one sends the sum to its owner
                 turn_sum = turn_sum if receive_sum is None else turn_sum.add_(receive_sum())
                 receive_sum = peers.shift(turn_sum, stream=1)
@@ -198,16 +201,15 @@ def _find_block(peers: Peers | _Alone, turn: int, query: Tensor, first: Tensor |
     return _Block(queries, keys, is_hidden.expand(query.shape[0], -1, -1, -1))
 
 
-def _repeated(packed: Tensor, query: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values, each for its own query head."""
-    repeated = packed.repeat_interleave(query.shape[1] // packed.shape[1], 1)
-    return repeated[..., :width], repeated[..., width:]
+def _repeat(query: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Repeat keys and values for each query head, for kernels that take no groups."""
+    return [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in tensors]
 
 
-def _summed(gradient: Tensor, key: Tensor) -> Tensor:
+def _sum_groups(gradient: Tensor, key: Tensor) -> Tensor:
     """Sum the gradients of the query heads that share a key head, in fp32."""
-    batch, heads = key.shape[:2]
-    return gradient.view(batch, heads, -1, *gradient.shape[2:]).sum(2, dtype=torch.float32)
+    grouped = gradient.view(*key.shape[:2], -1, *gradient.shape[2:])
+    return grouped.sum(2, dtype=torch.float32)
 
 
 def _merge(output: Tensor, total: Tensor, found: Tensor, sums: Tensor) -> None:
@@ -226,7 +228,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale
 
     Args:
         query: [batch, heads, queries, width].
-        key: [batch, heads, keys, width].
+        key: [batch, key heads, keys, width]; the number of key heads divides `heads`.
         value: as `key`.
         hides: the hidden keys.
         scale: of the scores.
@@ -243,7 +245,8 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale
     elif _is_flash(query, bias):
         outs = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     else:
-        outs = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)
+        tensors = (query, *_repeat(query, key, value))
+        outs = aten._scaled_dot_product_efficient_attention(*tensors, bias, True, 0.0, is_causal, scale=scale)
     return outs[0], outs[1].narrow(2, 0, query.shape[2])
 
 
@@ -261,31 +264,36 @@ def differentiate_block(
     """Return the gradients of query, key and value. Arguments as those of `attend_block`."""
     bias, is_causal = _find_bias(query, hides), isinstance(hides, str)
     output, sums, gradient = result
-    tensors = (gradient, query, key, value)
     grads: Any
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, of which there is none
+    if _is_flash(query, bias):
+        lengths = (None, None, query.shape[2], key.shape[2])
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, key, value, output, sums.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
+        )
+        return grads[0], grads[1], grads[2]
+    # The CPU's kernel takes groups too, and sums their gradients in the dtype of the keys.
+    tensors = (gradient, query, *_repeat(query, key, value))
     if query.device.type == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, output, sums, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     else:
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, of which there is none
-        if _is_flash(query, bias):
-            lengths = (None, None, query.shape[2], key.shape[2])
-            grads = aten._scaled_dot_product_flash_attention_backward(
-                *tensors, output, sums.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
-            )
-        else:
-            padded = pad(sums, (0, -sums.shape[2] % _SUMS_ALIGNED), value=torch.inf)
-            output_mask = [True, True, True, False]
-            grads = aten._scaled_dot_product_efficient_attention_backward(
-                *tensors, bias, output, padded, seed, seed, 0.0, output_mask, is_causal, scale=scale
-            )
-    return grads[0], grads[1], grads[2]
+        padded = pad(sums, (0, -sums.shape[2] % _SUMS_ALIGNED), value=torch.inf)
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            *tensors, bias, output, padded, seed, seed, 0.0, [True, True, True, False], is_causal, scale=scale
+        )
+    return grads[0], _sum_groups(grads[1], key), _sum_groups(grads[2], key)
 
 
 def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
     """Whether a GPU computes this with the flash kernel, which is faster than the memory-efficient one."""
-    return bias is None and query.dtype in _FLASH_DTYPES and query.shape[-1] % _FLASH_WIDTH == 0
+    return (
+        query.device.type != "cpu"
+        and bias is None
+        and query.dtype in _FLASH_DTYPES
+        and query.shape[-1] % _FLASH_WIDTH == 0
+    )
 
 
 def _find_bias(query: Tensor, hides: Hidden) -> Tensor | None:

@@ -114,7 +114,9 @@ def shard_stages(
     Raises:
         ConfigError: the model cannot be cut into stages.
     """
-    context = apply_context(model, plan, meshes)  # stages share the config that names the attention, so it is set once
+    context = apply_context(
+        model, plan, meshes, compile_backend
+    )  # stages share the config that names the attention, so it is set once
     if plan.pp == 1:
         return Stages((), [shard_model(model, plan, meshes, compile_backend, traits, routers, context)])
     ends = find_ends(skeleton)
@@ -125,14 +127,15 @@ def shard_stages(
     return Stages(places, modules, shared)
 
 
-def apply_context(model: Any, plan: ParallelPlan, meshes: Meshes) -> Context | None:
+def apply_context(model: Any, plan: ParallelPlan, meshes: Meshes, compile_backend: str) -> Context | None:
     """Divide the attention of a model, on meta or not, as the plan says; None without context parallelism.
 
     Microbatches must be cut by `meshes.sequence_part`. Parameters keep their names and shapes.
     """
     if meshes.cp is None or plan.cp_method is None:
         return None
-    context = Context(GroupPeers(meshes.cp), plan.cp_method, find_attention(model))
+    backend = compile_backend if plan.compile else None
+    context = Context(GroupPeers(meshes.cp), plan.cp_method, find_attention(model), backend)
     if plan.cp_method == "ring":  # by then its operation is defined
         KEPT_OPERATIONS.add(torch.ops.echelon.ring_attention.default)
     use_context(model, context)

@@ -33,7 +33,7 @@ class RingOfThreads:
         return lambda: received
 
 
-def run_ring(size, tensors, gradient, first, sinks=None):
+def run_ring(size, tensors, gradient, first, sinks=None, backend=None):
     """The output and the gradients of query, key and value, of whole sequences, and of the sinks."""
     barrier, brought = threading.Barrier(size), {}
     rings = [RingOfThreads(rank, size, barrier, brought) for rank in range(size)]
@@ -44,7 +44,8 @@ def run_ring(size, tensors, gradient, first, sinks=None):
         others = [] if sinks is None else [sinks.clone().requires_grad_()]
         starts = None if first is None else take(first)
         try:
-            output = Ring(ring)(*own, WIDTH**-0.5, starts, *others)
+            attend = Ring(ring, backend)
+            output = attend(*own, WIDTH**-0.5, starts, *others)
             return output.transpose(1, 2), *torch.autograd.grad(output, [*own, *others], take(gradient).transpose(1, 2))
         except BaseException:
             barrier.abort()
@@ -59,12 +60,12 @@ def run_ring(size, tensors, gradient, first, sinks=None):
     ]
 
 
-def check_ring(size, first, device="cpu", dtype=torch.float32, tolerance=1e-5):
+def check_ring(size, first, device="cpu", dtype=torch.float32, tolerance=1e-5, backend=None):
     generator = torch.Generator().manual_seed(size)
     shapes = [(BATCH, heads, LENGTH, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     *tensors, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     starts = None if first is None else first.to(device)[:, None, :, None]
-    found = run_ring(size, tensors, gradient, starts)
+    found = run_ring(size, tensors, gradient, starts, backend=backend)
     seen = (PLACES[:, None] >= PLACES) & (True if first is None else first[:, None, :, None] <= PLACES)
     wholes = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
     expected = scaled_dot_product_attention(*wholes, seen, enable_gqa=True)
@@ -92,10 +93,10 @@ def test_sums_in_bf16_stay_close():
 def test_the_kernels_of_gpus_take_what_they_are_given(dtype, hides):
     """Shapes and types alone, which torch checks without a GPU; tests/gpu checks what they compute."""
     with FakeTensorMode():
-        query, key = (torch.empty(BATCH, HEADS, length, WIDTH, dtype=dtype, device="cuda") for length in (12, 10))
+        shapes = (HEADS, 12), (KEY_HEADS, 12 if hides == "later" else 10)
+        query, key = (torch.empty(BATCH, *shape, WIDTH, dtype=dtype, device="cuda") for shape in shapes)
         if hides == "mask":
             hides = torch.zeros(BATCH, 1, 12, 10, dtype=torch.bool, device="cuda")
-        key = query if hides == "later" else key
         output, sums = attend_block(query, key, key, hides, 0.25)
         assert (output.shape, sums.shape, sums.dtype) == (query.shape, query.shape[:3], torch.float32)
         result = AttentionResult(output, sums, output)
@@ -116,3 +117,16 @@ def test_sinks_are_a_key_without_a_value(size):
     expected = [expected, *torch.autograd.grad(expected, wholes, gradient.double())]
     for ours, right in zip(found, expected, strict=True):
         assert (ours - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+def test_merges_are_one_graph_where_the_run_compiles():
+    """Inside a compiled layer too, to which the ring is one operation; blocks differ in length."""
+    graphs, torch_backend = [], lambda graph, inputs: graphs.append(graph) or graph.forward
+    ring, tensors = Ring(None, torch_backend), [torch.randn(BATCH, HEADS, LENGTH, WIDTH) for _ in range(3)]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args: ring(*args, 0.25, None) + 1, backend="eager", fullgraph=True)
+    for length in (LENGTH, LENGTH // 2):
+        parts = [tensor[:, :, :length] for tensor in tensors]
+        torch.testing.assert_close(compiled(*parts), Ring()(*parts, 0.25, None) + 1)
+    assert len(graphs) == 1
+    check_ring(2, STARTS, backend="inductor")
