@@ -19,6 +19,7 @@ from tests.families import small_config, small_model
 from tests.parity.training import Row, write_recipe
 from tests.unit.learn.model.test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
 from tests.unit.learn.model.test_ring_attention import STARTS, check_ring
+from tests.unit.learn.model.test_varlen_attention import of_one_document
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
@@ -44,6 +45,17 @@ def test_documents_have_the_loss_that_they_have_alone(gpu, family, dtype):
     plain, kernel = (small_model(family, **FIELDS.get(family, {})).eval().to(gpu.device) for _ in range(2))
     kernel.set_attn_implementation(VARLEN)
     check_documents(plain, kernel, gpu.device, dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_one_document_a_sequence_has_the_loss_that_it_has_alone(gpu, family):
+    plain, kernel = (small_model(family, **FIELDS.get(family, {})).eval().to(gpu.device) for _ in range(2))
+    kernel.set_attn_implementation(VARLEN)
+    batch = of_one_document().to(gpu.device)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = losses(kernel, batch)
+        for row in (0, 1):
+            torch.testing.assert_close(found[row, 0], loss_alone(plain, batch, row, 0), rtol=0.02, atol=0.02)
 
 
 def test_flash_attention_3_gives_documents_the_loss_that_they_have_alone(gpu):

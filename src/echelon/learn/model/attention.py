@@ -121,6 +121,8 @@ def document_inputs(
     if form == "positions":
         return {"position_ids": position_ids}
     if form == "lengths":
+        if most == 1 and model.config._attn_implementation == VARLEN:
+            return {"position_ids": position_ids}  # plain causal attention, since padding comes after the document
         room = None if most is None else len(position_ids) * count_starts(most + 1)  # padding is a document
         return {"position_ids": position_ids, **find_starts(position_ids, room)}
     config, attention = model.config.get_text_config(decoder=True), attention or model.config._attn_implementation

@@ -114,9 +114,8 @@ def shard_stages(
     Raises:
         ConfigError: the model cannot be cut into stages.
     """
-    context = apply_context(
-        model, plan, meshes, compile_backend
-    )  # stages share the config that names the attention, so it is set once
+    backend = compile_backend if plan.compile else None
+    context = apply_context(model, plan, meshes, backend)  # once, as stages share the config that names the attention
     if plan.pp == 1:
         return Stages((), [shard_model(model, plan, meshes, compile_backend, traits, routers, context)])
     ends = find_ends(skeleton)
@@ -127,14 +126,13 @@ def shard_stages(
     return Stages(places, modules, shared)
 
 
-def apply_context(model: Any, plan: ParallelPlan, meshes: Meshes, compile_backend: str) -> Context | None:
+def apply_context(model: Any, plan: ParallelPlan, meshes: Meshes, backend: str | None) -> Context | None:
     """Divide the attention of a model, on meta or not, as the plan says; None without context parallelism.
 
     Microbatches must be cut by `meshes.sequence_part`. Parameters keep their names and shapes.
     """
     if meshes.cp is None or plan.cp_method is None:
         return None
-    backend = compile_backend if plan.compile else None
     context = Context(GroupPeers(meshes.cp), plan.cp_method, find_attention(model), backend)
     if plan.cp_method == "ring":  # by then its operation is defined
         KEPT_OPERATIONS.add(torch.ops.echelon.ring_attention.default)

@@ -1,15 +1,18 @@
 """Attention by the starts of documents: what a CPU can show of the path that GPUs take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from echelon.learn.data.loader import positions_in_documents
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.engines import prepared_layers
 from echelon.learn.model import varlen_attention
-from echelon.learn.model.attention import PLAIN_CAUSAL
+from echelon.learn.model.attention import PLAIN_CAUSAL, document_inputs
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_error, find_starts, has_kernel
@@ -93,6 +96,28 @@ def test_documents_have_the_loss_that_they_have_alone(family):
     changed = losses(other, packed(changed=(0, 1)))
     same = losses(other, packed())
     assert [place for place in same if not torch.equal(same[place], changed[place])] == [(0, 1)]
+
+
+def of_one_document():
+    """What `packed` returns, with all but the first document of each sequence as padding."""
+    documents = -(packed().documents != 0).int()
+    positions = torch.from_numpy(positions_in_documents(documents.numpy()))
+    return replace(packed(), documents=documents, position_ids=positions, document_shape=(1, 16))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_one_document_a_sequence_is_plain_causal_attention(family, monkeypatch):
+    """For which torch has faster kernels on some GPUs. Windows remain."""
+    model, batch, given = small_model(family, **FIELDS.get(family, {})).eval(), of_one_document(), []
+    expected = [loss_alone(model, batch, row, 0) for row in (0, 1)]
+    model.set_attn_implementation(VARLEN)
+    losses(model, batch)  # finds the traits
+    find_visible = varlen_attention.find_visible
+    monkeypatch.setattr(varlen_attention, "find_visible", lambda *args: given.append(args[2:]) or find_visible(*args))
+    found = losses(model, batch)
+    torch.testing.assert_close([found[row, 0] for row in (0, 1)], expected, rtol=1e-5, atol=1e-5)
+    assert given == ([] if family == "llama" else 2 * [(None, 4)])
+    assert "cu_seq_lens_q" in document_inputs(model, "lengths", batch.documents, batch.position_ids, 2)
 
 
 def test_other_numbers_of_documents_do_not_compile_again():
