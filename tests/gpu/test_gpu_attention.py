@@ -18,7 +18,7 @@ from echelon.recipe.load import load_recipe
 from tests.families import small_config, small_model
 from tests.parity.training import Row, write_recipe
 from tests.unit.learn.model.test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
-from tests.unit.learn.model.test_ring_attention import STARTS, check_ring
+from tests.unit.learn.model.test_ring_attention import CAUSAL, DOCUMENTS, WINDOWS, check_ring
 from tests.unit.learn.model.test_varlen_attention import of_one_document
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
@@ -137,7 +137,7 @@ def test_plain_causal_attention_takes_the_kernel_that_the_planner_charges(gpu, t
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 0.001)], ids=str
 )
-@pytest.mark.parametrize("first", [None, STARTS], ids=["flash", "bias"])
-def test_a_ring_computes_the_parts_of_whole_attention(gpu, first, dtype, tolerance):
-    """The flash kernel, or with documents and in fp32 the memory-efficient one."""
-    check_ring(4, first, gpu.device, dtype, tolerance)
+@pytest.mark.parametrize("bounds", [CAUSAL, DOCUMENTS, WINDOWS], ids=["causal", "documents", "windows"])
+def test_a_ring_computes_the_parts_of_whole_attention(gpu, bounds, dtype, tolerance):
+    """The flash kernel, or with windows and in fp32 the memory-efficient one."""
+    check_ring(4, bounds, gpu.device, dtype, tolerance)

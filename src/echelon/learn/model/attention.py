@@ -28,7 +28,7 @@ from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_star
 
 # `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
-# A mask of this form has one number for each query: the position of the first key that it attends to.
+# A mask of this form has where documents start; of layers with a window, for each query the first key it attends to.
 FIRST_KEYS = "echelon_first_keys"
 
 MaskForm = Literal["by_layer", "full", "window", "positions", "lengths"]
@@ -107,8 +107,8 @@ def document_inputs(
         position_ids: [batch, seq], int64, from 0 in each document.
         most: at least the number of documents of a sequence, without padding; None if it is not known.
         dtype: of the hidden states; None for that of the input embedding.
-        attention: the implementation for which masks are built, or `FIRST_KEYS`, whose masks are int64,
-            [batch, 1, queries, 1]; None for the model's own.
+        attention: the implementation for which masks are built, or `FIRST_KEYS`, whose masks are int64: see
+            `_find_bounds`; None for the model's own.
         queries: the positions of the queries of a mask, of which there may be fewer than keys; None for all.
 
     Returns:
@@ -127,9 +127,9 @@ def document_inputs(
         return {"position_ids": position_ids, **find_starts(position_ids, room)}
     config, attention = model.config.get_text_config(decoder=True), attention or model.config._attn_implementation
     if attention == FIRST_KEYS:
-        rows = slice(None) if queries is None else queries
-        firsts = {kind: _find_first_keys(config, kind, documents, position_ids) for kind in _layer_kinds(config, form)}
-        return _as_inputs(position_ids, form, {kind: first[:, None, rows, None] for kind, first in firsts.items()})
+        options = (documents, position_ids, most, queries)
+        bounds = {kind: _find_bounds(config, kind, *options) for kind in _layer_kinds(config, form)}
+        return _as_inputs(position_ids, form, bounds)
     chosen: Callable[[Any], Any] = (lambda function: function) if queries is None else partial(_choose_queries, queries)
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {
@@ -198,16 +198,28 @@ def _find_window(config: PretrainedConfig, kind: str) -> int | None:
     return window
 
 
-def _find_first_keys(config: PretrainedConfig, kind: str, documents: Tensor, position_ids: Tensor) -> Tensor:
-    """Return the position of the first key that each token attends to, [batch, seq]: `_reach` and the documents."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+def _find_bounds(
+    config: Any, kind: str, documents: Tensor, position_ids: Tensor, most: int | None, queries: Tensor | None
+) -> Tensor:
+    """Return which keys a kind of layer attends to, int64. Padding is a document, and so is a chunk of attention.
+
+    With a window, [batch, 1, queries, 1]: the first key of each query. Else [batch, 1, 1, room]: where documents
+    start, then the length of sequences, as often as there is room.
+    """
+    length, window = documents.shape[1], _find_window(config, kind)
+    places = torch.arange(length, device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    first = torch.where(begins, places, 0).cummax(-1).values
+    if window is not None:
+        first = torch.where(begins, places, 0).cummax(-1).values
+        first = torch.maximum(first, places - window + 1)[:, None, :, None]
+        return first if queries is None else first[:, :, queries]
+    room = length if most is None else count_starts(most + 1)
     if kind == "chunked_attention":
-        return torch.maximum(first, places - position_ids % config.attention_chunk_size)
-    window = _find_window(config, kind)
-    return first if window is None else torch.maximum(first, places - window + 1)
+        begins |= position_ids % config.attention_chunk_size == 0
+        room += length // config.attention_chunk_size
+    starts = places.new_full((len(places), room), length)
+    return starts.scatter_reduce_(1, begins.cumsum(1) - 1, places, "amin")[:, None, None]
 
 
 def _plain_causal(

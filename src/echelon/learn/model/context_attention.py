@@ -205,7 +205,7 @@ def divided_inputs(
     inputs: dict[str, Any] = {}
     if documents is not None or not traits.skips_mask:
         assert traits.mask is not None, "a model without document masks cannot be divided"
-        documents = torch.zeros_like(positions) if documents is None else documents
+        documents, most = (torch.zeros_like(positions), 1) if documents is None else (documents, most)
         attention = "sdpa" if context.attention in BY_MASK else context.attention
         queries = None if part is None or context.has_whole_masks else part.take(places)
         if context.method == "ring":

@@ -22,8 +22,19 @@ from torch.nn.functional import pad
 from echelon.learn.distributed.peers import Peers
 from echelon.learn.distributed.sequence_part import SequencePart
 
-Hidden = Tensor | Literal["later"] | None
-"""Which keys are hidden: bool [batch, 1, queries, keys], or those after a query's own place, or none."""
+
+class Spans(NamedTuple):
+    """Stretches of queries, each of which attends to a stretch of keys, over all sequences end to end."""
+
+    queries: Tensor
+    """[stretches + 1], int32: where each begins, and the end of the last one."""
+    keys: Tensor
+    is_causal: bool
+    """Whether a query attends to the keys up to its own place in the stretch, or to all."""
+
+
+Hidden = Tensor | Spans | Literal["later"] | None
+"""The hidden keys: bool [batch, 1, queries, keys]; or those of other stretches; or those after a query's place."""
 
 # The memory-efficient kernel reads sums in groups of so many queries, and a row of a bias in groups of so many keys.
 _SUMS_ALIGNED, _BIAS_ALIGNED = 32, 8
@@ -70,7 +81,8 @@ class Ring:
             key: [batch, key heads, part, width], likewise; the number of key heads divides `heads`.
             value: as `key`.
             scale: of the scores.
-            first: [batch or 1, 1, part, 1], int64: the position of the first key that each query attends to; None: 0.
+            first: [batch or 1, 1, part, 1], int64: the position of the first key that each query attends to; or
+                [batch, 1, 1, room], int64: where documents start, ascending, then the sequence's length; None: 0.
             sinks: [heads]: the score of a further key without a value, as in gpt-oss; None: there is none.
 
         Returns:
@@ -195,10 +207,32 @@ def _find_block(peers: Peers | _Alone, turn: int, query: Tensor, first: Tensor |
     if first is None:
         return _Block(queries, keys, "later" if owner == peers.rank else None)
     places = torch.arange(length * peers.size, device=query.device)
-    of_queries = SequencePart(peers.rank, peers.size).take(places)[queries, None]
+    of_queries = SequencePart(peers.rank, peers.size).take(places)[queries]
     of_keys = SequencePart(owner, peers.size).take(places)[keys]
-    is_hidden = (of_keys > of_queries) | (of_keys < first[:, :, queries])
+    if first.shape[2] > 1:
+        first = first[:, :, queries]
+    elif _is_flash(query, None):
+        return _Block(queries, keys, find_spans(first[:, 0, 0], of_queries, of_keys, owner == peers.rank))
+    else:
+        first = first.masked_fill(first > of_queries[:, None], 0).amax(-1, keepdim=True)
+    is_hidden = (of_keys > of_queries[:, None]) | (of_keys < first)
     return _Block(queries, keys, is_hidden.expand(query.shape[0], -1, -1, -1))
+
+
+def find_spans(starts: Tensor, queries: Tensor, keys: Tensor, is_causal: bool) -> Spans:
+    """Return a stretch for each document, of which queries, keys or both may be empty.
+
+    Args:
+        starts: [batch, room]: see `Ring`.
+        queries: [queries], int64, ascending: the positions of the queries in their sequences.
+        keys: [keys], likewise: the same positions, or earlier ones.
+        is_causal: whether they are the same.
+    """
+    rows, cuts = torch.arange(len(starts), device=starts.device)[:, None], list[Tensor]()
+    for places in (queries, keys):
+        begins = torch.searchsorted(places, starts) + rows * len(places)
+        cuts.append(pad(begins.flatten(), (0, 1), value=len(starts) * len(places)).int())
+    return Spans(cuts[0], cuts[1], is_causal)
 
 
 def _repeat(query: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -238,6 +272,12 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, hides: Hidden, scale
     """
     bias, is_causal = _find_bias(query, hides), isinstance(hides, str)
     outs: Any
+    if isinstance(hides, Spans):
+        joined = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+        ends = (hides.queries, hides.keys, query.shape[2], key.shape[2])
+        outs = aten._flash_attention_forward(*joined, *ends, 0.0, hides.is_causal, False, scale=scale)
+        output, sums = (joint.unflatten(dim, query.shape[:3:2]) for dim, joint in enumerate(outs[:2]))
+        return output.transpose(1, 2), sums.where(sums != torch.inf, -torch.inf).transpose(0, 1)  # inf: without keys
     if query.device.type == "cpu":
         outs = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -266,34 +306,39 @@ def differentiate_block(
     output, sums, gradient = result
     grads: Any
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, of which there is none
-    if _is_flash(query, bias):
+    if isinstance(hides, Spans):
+        joined = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (gradient, query, key, value, output))
+        ends = (hides.queries, hides.keys, query.shape[2], key.shape[2])
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # likewise
+        sums = sums.transpose(0, 1).flatten(1)
+        grads = aten._flash_attention_backward(*joined, sums, *ends, 0.0, hides.is_causal, *state, scale=scale)
+        pairs = zip(grads, (query, key, value), strict=True)
+        grads = [grad.unflatten(0, like.shape[:3:2]).transpose(1, 2) for grad, like in pairs]
+    elif _is_flash(query, bias):
         lengths = (None, None, query.shape[2], key.shape[2])
         grads = aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, output, sums.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
         )
-        return grads[0], grads[1], grads[2]
-    # The CPU's kernel takes groups too, and sums their gradients in the dtype of the keys.
-    tensors = (gradient, query, *_repeat(query, key, value))
-    if query.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, output, sums, 0.0, is_causal, attn_mask=bias, scale=scale
-        )
     else:
-        padded = pad(sums, (0, -sums.shape[2] % _SUMS_ALIGNED), value=torch.inf)
-        grads = aten._scaled_dot_product_efficient_attention_backward(
-            *tensors, bias, output, padded, seed, seed, 0.0, [True, True, True, False], is_causal, scale=scale
-        )
-    return grads[0], _sum_groups(grads[1], key), _sum_groups(grads[2], key)
+        repeated = (gradient, query, *_repeat(query, key, value), output)
+        if query.device.type == "cpu":  # it takes groups too, but sums their gradients in the dtype of the keys
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *repeated, sums, 0.0, is_causal, attn_mask=bias, scale=scale
+            )
+        else:
+            padded = pad(sums, (0, -sums.shape[2] % _SUMS_ALIGNED), value=torch.inf)
+            options = (0.0, [True, True, True, False], is_causal)
+            grads = aten._scaled_dot_product_efficient_attention_backward(
+                *repeated[:4], bias, output, padded, seed, seed, *options, scale=scale
+            )
+        grads = (grads[0], *(_sum_groups(grad, key) for grad in grads[1:3]))
+    return grads[0], grads[1], grads[2]
 
 
 def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
     """Whether a GPU computes this with the flash kernel, which is faster than the memory-efficient one."""
-    return (
-        query.device.type != "cpu"
-        and bias is None
-        and query.dtype in _FLASH_DTYPES
-        and query.shape[-1] % _FLASH_WIDTH == 0
-    )
+    fits = query.dtype in _FLASH_DTYPES and query.shape[-1] % _FLASH_WIDTH == 0
+    return fits and query.device.type != "cpu" and bias is None
 
 
 def _find_bias(query: Tensor, hides: Hidden) -> Tensor | None:
