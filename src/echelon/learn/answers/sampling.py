@@ -140,7 +140,7 @@ def _entry_words(size: int, device: torch.device) -> Tensor:
 
 
 # On a CPU noise is computed for about so many entries at once, which its cache holds.
-_BLOCK = 2**17
+_BLOCK = 2**16
 _MAX_WORD = 2**31 - 1
 # Rows leave and join when they are at least 1 / _PARTS of the batch, because that copies the keys and values.
 _PARTS = 8

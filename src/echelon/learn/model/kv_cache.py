@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import torch
@@ -38,6 +38,9 @@ _NAMES = ("cache", "past_key_values", "cache_params")
 # Lengths of the prompts of the test, which continues them beyond the window of a copy.
 _PROMPTS = (7, 3, 5)
 _NEW = 6
+# Layers whose keys and values are kept in buffers, in which there is room for so many more tokens.
+_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
+_ROOM = 32
 
 
 class KeyValueCache:
@@ -97,6 +100,10 @@ class KeyValueCache:
         if not names:
             raise ValueError("its forward pass returns no cache")
         cache = getattr(outputs, names[0])
+        if not self._past:
+            for layer in getattr(cache, "layers", ()):
+                if type(layer) in _KINDS:
+                    layer.update = partial(_update, layer)
         if extra:
             cache.crop(-extra)
         self._past = {names[0]: cache}
@@ -139,9 +146,33 @@ class KeyValueCache:
 
     def _layers(self) -> list[Any]:
         [cache] = self._past.values()
-        if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        if not all(type(layer) in _KINDS for layer in cache.layers):
             raise TypeError(f"{cache} has layers with more than keys and values")
         return list(cache.layers)
+
+
+def _update(layer: Any, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """What the `update` of a layer does, without a copy of all that it has kept: append, and return all."""
+    whole = _append(layer.keys, key_states), _append(layer.values, value_states)
+    layer.keys, layer.values = whole
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length += key_states.shape[-2]
+        layer.keys, layer.values = (each[:, :, 1 - layer.sliding_window :] for each in whole)
+    return whole
+
+
+def _append(kept: Tensor, new: Tensor) -> Tensor:
+    """Return kept [rows, heads, seq, width] and new, one behind the other: in the buffer of which `kept` is a part.
+
+    If `kept` is no part of a buffer, or that is full, both are copied to another with room for `_ROOM` tokens more.
+    """
+    buffer, length, size = kept._base, kept.shape[-2], new.shape[-2]
+    start = kept.storage_offset() // max(1, kept.stride(-2))
+    if buffer is None or buffer.stride() != kept.stride() or start + length + size > buffer.shape[-2]:
+        buffer, start = kept.new_empty(*kept.shape[:2], length + size + _ROOM, kept.shape[-1]), 0
+        buffer[:, :, :length] = kept
+    buffer[:, :, start + length : start + length + size] = new
+    return buffer[:, :, start : start + length + size]
 
 
 def start_cache(

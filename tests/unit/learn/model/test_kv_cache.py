@@ -1,5 +1,7 @@
 """Passes with a KV cache, compared with passes over whole sequences: several families and attention implementations."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn.functional import pad
@@ -44,6 +46,21 @@ def test_cached_logits_are_those_of_whole_sequences(family, fields, attention):
         expected = torch.stack([each[end - 1] for each, end in zip(whole, ends, strict=True)])
         torch.testing.assert_close(logits, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gemma3_text", {"sliding_window": 6})])
+def test_tokens_are_added_in_place_as_transformers_adds_them(family, fields):
+    model = small_model(family, **fields).eval()
+    ids = torch.randint(256, (2, 80), generator=torch.Generator().manual_seed(1))
+    cache, theirs, buffers = KeyValueCache(model), None, []
+    for start, end in [(0, 9), *((place, place + 1) for place in range(9, 80))]:
+        with torch.no_grad():
+            logits = cache(ids[:, start:end], torch.ones(2, end - start, dtype=torch.bool))
+            theirs = model(ids[:, start:end], past_key_values=theirs and theirs.past_key_values, logits_to_keep=1)
+        assert torch.equal(logits, theirs.logits[:, -1])
+        buffers.append([layer.keys._base for layer in cache._layers()])
+    for own in zip(*buffers[1:], strict=True):
+        assert sum(before is None or before is not after for before, after in pairwise(own)) <= 2
 
 
 def test_a_cache_that_cannot_be_cut_is_not_used():
