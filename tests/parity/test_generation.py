@@ -3,13 +3,14 @@
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.answers.sampling import Sampling
+from echelon.learn.answers.sampling import _EVERY, Sampling
 from echelon.learn.distributed.traffic import count_traffic
 from echelon.learn.learner import Learner
 from echelon.planner.plan import RolloutPlan
@@ -188,6 +189,9 @@ def answer_uneven(rank, world_size, path, plan):
         for size in (1, 3):
             few = learner.generate(prompts, GREEDY, stops=[stop], max_num_seqs=size)
             assert few.answers == stopped.answers and few.ended == stopped.ended
+            with mock.patch.dict(_EVERY, cpu=8):  # as on a GPU
+                late = learner.generate(prompts, GREEDY, stops=[stop], max_num_seqs=size)
+            assert late.answers == stopped.answers and late.ended == stopped.ended
         batch = stopped.batch()
         assert len(batch.microbatches) == 2 and batch.num_labels == sum(map(len, stopped.answers))
         group = learner.generate(prompts, SAMPLED)

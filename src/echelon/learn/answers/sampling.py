@@ -7,6 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -142,6 +143,8 @@ def _entry_words(size: int, device: torch.device) -> Tensor:
 # On a CPU noise is computed for about so many entries at once, which its cache holds.
 _BLOCK = 2**16
 _MAX_WORD = 2**31 - 1
+# Tokens that are drawn between two reads by the host, which a GPU would else wait for after each; 1 elsewhere.
+_EVERY = {"cuda": 8}
 # Rows leave and join when they are at least 1 / _PARTS of the batch, because that copies the keys and values.
 _PARTS = 8
 
@@ -190,6 +193,7 @@ def continue_prompts(
     peers: Sequence[dist.ProcessGroup | None] = (),
     width: int = 0,
     max_num_seqs: int | None = None,
+    every: int | None = None,
 ) -> list[Continuation]:
     """Continue each prompt, until it has ended or by `sampling.max_tokens`. Collective where the model is divided.
 
@@ -200,11 +204,13 @@ def continue_prompts(
     Args:
         seeds: one for each prompt; `sampling.seed`, `num_samples` and `stop` are not used.
         has_ended: called with the number of a row and its new tokens, after each of them.
-        agree: called after each pass with whether this rank has rows that go on; returns whether any rank has.
+        agree: called after each read with whether this rank has rows that go on; returns whether any rank has.
         peers: groups of ranks that hold a model together; their ranks take the tokens of the first one, so that
             rounding cannot drive them apart. None: the group of all.
         width: of the batch of prompts, at least; used if rows cannot leave, where ranks may need equal shapes.
         max_num_seqs: rows in the batch at most; None: all.
+        every: passes between two reads of the tokens by the host, which then drops those after a row's end; the same
+            on all ranks. None: 8 on a GPU, and 1 on a CPU, without a cache, and with a penalty, which needs the tokens.
     """
     rows = [_Row(number, tuple(prompt), seed) for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
     # Neighbours of about the same length need little padding. With the longest first, memory is largest at the start.
@@ -212,15 +218,22 @@ def continue_prompts(
     batch = _start(passes, waiting, sampling, device, width, max_num_seqs or len(rows))
     process = build_processors(sampling)
     while True:
-        going, logits = batch.run(waiting)
-        if going:
-            _extend(going, logits, sampling, process, peers)
-        for row in going:
-            row.has_ended = has_ended(row.number, row.found.tokens) or len(row.found.tokens) == sampling.max_tokens
+        drawn = []
+        for _ in range(1 if batch.is_whole or sampling.repetition_penalty != 1.0 else _spread(sampling, device, every)):
+            read, logits = batch.run(waiting)
+            if read:
+                drawn.append((read, _extend(read, batch.state[-len(read) :], logits, sampling, process, peers)))
+        _read(drawn, has_ended, sampling.max_tokens)
         if not agree(batch.goes_on(waiting)):
             batch.rows = []
             if not waiting:
                 return [row.found for row in rows]
+
+
+def _spread(sampling: Sampling, device: torch.device, every: int | None) -> int:
+    """Passes between two reads: at most `every`, and so many that the last read has as few as possible too many."""
+    reads = -(-sampling.max_tokens // (every or _EVERY.get(device.type, 1)))
+    return -(-sampling.max_tokens // reads)
 
 
 def _start(
@@ -228,38 +241,56 @@ def _start(
 ) -> "_Batch":
     cache = passes.start_cached()
     if cache is not None and cache.moves_rows:
-        return _Moving(cache, size, device)
+        return _Moving(cache, size, device, sampling.max_tokens)
     widest = max(width, len(waiting[0].prompt))
 
     def start() -> "Advance":
         return _Uncached(passes, widest + sampling.max_tokens) if cache is None else cache.empty()
 
-    return _Fixed(start, size, widest, device)
+    return _Fixed(start, size, widest, device, sampling.max_tokens, is_whole=cache is None)
 
 
 def _extend(
     rows: Sequence[_Row],
+    state: Tensor,
     logits: Tensor,
     sampling: Sampling,
     process: LogitsProcessorList,
     peers: Sequence[dist.ProcessGroup | None],
-) -> None:
-    """Give each row its next token, from logits [rows, vocabulary]."""
+) -> Tensor:
+    """Give each row its next token, from logits [rows, vocabulary].
+
+    Args:
+        state: that of the rows, see `_Batch`; it is changed in place.
+
+    Returns:
+        Token, log-probability and log-probability at the temperature: fp64 [rows, 3], in which all are exact.
+    """
     ids = torch.empty(0)
     if sampling.repetition_penalty != 1.0:  # nothing else reads them
         ids = _pad_left([[*row.prompt, *row.found.tokens] for row in rows], logits.device)[0]
     scores = process(ids, logits)
-    seeds = torch.tensor([[row.seed, len(row.found.tokens)] for row in rows], device=logits.device)
-    tokens = draw_tokens(scores, *seeds.unbind(1)) if sampling.temperature else scores.argmax(-1)
+    tokens = draw_tokens(scores, state[:, 0], state[:, 1]) if sampling.temperature else scores.argmax(-1)
     for group in peers:
         dist.broadcast(tokens, group=group, group_src=0)
     own = _score(logits, tokens)
     cooled = own if sampling.temperature in (0, 1) else _score(logits / sampling.temperature, tokens)
-    # One transfer to the host, in which all three are exact.
-    for row, token, score, at in zip(rows, *torch.stack([tokens.double(), own, cooled]).tolist(), strict=True):
-        row.found.tokens.append(int(token))
-        row.found.log_probabilities.append(score)
-        row.found.at_temperature.append(at)
+    state[:, 1] += 1
+    state[:, 2] = tokens
+    return torch.stack([tokens.double(), own, cooled], 1)
+
+
+def _read(
+    drawn: Sequence[tuple[Sequence[_Row], Tensor]], has_ended: Callable[[int, Sequence[int]], bool], most: int
+) -> None:
+    """Give rows what was drawn in some passes, up to the end of each: at most so many tokens. One read of the host."""
+    values = torch.cat([value for _, value in drawn]).tolist() if drawn else []
+    for row, (token, score, cooled) in zip(chain.from_iterable(rows for rows, _ in drawn), values, strict=True):
+        if not row.has_ended:
+            row.found.tokens.append(int(token))
+            row.found.log_probabilities.append(score)
+            row.found.at_temperature.append(cooled)
+            row.has_ended = has_ended(row.number, row.found.tokens) or len(row.found.tokens) == most
 
 
 def _score(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -276,12 +307,20 @@ def _pad_left(rows: Sequence[Sequence[int]], device: torch.device, width: int = 
 
 
 class _Batch(Protocol):
-    """Rows that are continued together."""
+    """Rows that are continued together.
+
+    Attributes:
+        rows: in the order of the cache.
+        state: int64 [rows, 3] on the device: the seed of a row, the number of tokens it has drawn, and the newest one.
+        is_whole: whether passes read whole rows, for which there is room up to their last token alone.
+    """
 
     rows: list[_Row]
+    state: Tensor
+    is_whole: bool
 
     def run(self, waiting: deque[_Row]) -> tuple[list[_Row], Tensor]:
-        """Run a pass, and take rows that wait into the batch. Returns rows that need a token, and their logits."""
+        """Run a pass, and take rows that wait into the batch. Returns the last rows, which get a token, and logits."""
 
     def goes_on(self, waiting: deque[_Row]) -> bool:
         """Whether this rank needs another pass."""
@@ -290,12 +329,14 @@ class _Batch(Protocol):
 class _Moving(_Batch):
     """Rows leave when they have ended, and others take their place."""
 
-    def __init__(self, cache: "KeyValueCache", size: int, device: torch.device) -> None:
-        """`size`: the most rows."""
-        self.rows = []
+    def __init__(self, cache: "KeyValueCache", size: int, device: torch.device, most: int) -> None:
+        """`size`: the most rows. `most`: tokens of a row."""
+        self.rows, self.state = [], torch.empty(0)
+        self.is_whole = False
         self._cache = cache
         self._size = size
         self._device = device
+        self._most = most
 
     @override
     def run(self, waiting: deque[_Row]) -> tuple[list[_Row], Tensor]:
@@ -307,7 +348,7 @@ class _Moving(_Batch):
             return [], self._cache.empty()(*_pad_left([[0]], self._device))
         if (len(self.rows) - len(going)) * _PARTS >= len(self.rows):
             self._keep(going)
-        return going, _read_last(self._cache, self.rows, self._device)
+        return self.rows, _read_last(self._cache, self.state, self._most)
 
     @override
     def goes_on(self, waiting: deque[_Row]) -> bool:
@@ -316,43 +357,50 @@ class _Moving(_Batch):
     def _enter(self, going: list[_Row], entering: list[_Row]) -> tuple[list[_Row], Tensor]:
         """Read the prompts of rows, equal ones once, and add them to the rows that go on."""
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in entering))}
-        cache = self._cache.empty()
+        cache, state = self._cache.empty(), _begin(entering, self._device)
         logits = cache(*_pad_left(list(numbers), self._device))
         copies = torch.tensor([numbers[row.prompt] for row in entering], device=self._device)
         cache.select(copies)
         if going:
             self._keep(going)
             self._cache.join(cache)
+            state = torch.cat([self.state, state])
         else:
             self._cache = cache
-        self.rows = [*going, *entering]
+        self.rows, self.state = [*going, *entering], state
         return entering, logits[copies]
 
     def _keep(self, going: list[_Row]) -> None:
         places = [index for index, row in enumerate(self.rows) if not row.has_ended]
         if len(places) < len(self.rows):
-            self._cache.select(torch.tensor(places, device=self._device))
+            kept = torch.tensor(places, device=self._device)
+            self._cache.select(kept)
+            self.state = self.state[kept]
         self.rows = going
 
 
 class _Fixed(_Batch):
     """Rows stay until all of them have ended on all ranks, which have equal shapes; then others are begun."""
 
-    def __init__(self, start: "Callable[[], Advance]", size: int, width: int, device: torch.device) -> None:
-        """`start`: begins a batch. `size`: the most rows. `width`: that of the prompts."""
-        self.rows = []
+    def __init__(
+        self, start: "Callable[[], Advance]", size: int, width: int, device: torch.device, most: int, is_whole: bool
+    ) -> None:
+        """`start`: begins a batch. `size`: the most rows. `width`: that of the prompts. `most`: tokens of a row."""
+        self.rows, self.state = [], torch.empty(0)
+        self.is_whole = is_whole
         self._start = start
         self._advance = start()
         self._size = size
         self._width = width
         self._device = device
+        self._most = most
 
     @override
     def run(self, waiting: deque[_Row]) -> tuple[list[_Row], Tensor]:
         if self.rows:
-            return [row for row in self.rows if not row.has_ended], _read_last(self._advance, self.rows, self._device)
+            return self.rows, _read_last(self._advance, self.state, self._most)
         self.rows = [waiting.popleft() for _ in range(min(self._size, len(waiting)))]
-        self._advance = self._start()
+        self._advance, self.state = self._start(), _begin(self.rows, self._device)
         return self.rows, self._advance(*_pad_left([row.prompt for row in self.rows], self._device, self._width))
 
     @override
@@ -360,12 +408,13 @@ class _Fixed(_Batch):
         return any(not row.has_ended for row in self.rows)
 
 
-def _read_last(advance: "Advance", rows: Sequence[_Row], device: torch.device) -> Tensor:
-    """Read the newest token of each row. Returns the logits of the rows that have not ended."""
-    ids = torch.tensor([row.found.tokens[-1:] for row in rows], device=device)
-    logits = advance(ids, torch.ones_like(ids, dtype=torch.bool))
-    going = [index for index, row in enumerate(rows) if not row.has_ended]
-    return logits if len(going) == len(rows) else logits[going]
+def _begin(rows: Sequence[_Row], device: torch.device) -> Tensor:
+    return torch.tensor([[row.seed, 0, 0] for row in rows], device=device)
+
+
+def _read_last(advance: "Advance", state: Tensor, most: int) -> Tensor:
+    """Read the newest token of each row. To a row that has all its tokens it is padding, so its positions end there."""
+    return advance(state[:, 2:], state[:, 1:2] < most)
 
 
 class _Uncached:

@@ -191,7 +191,10 @@ def continue_rows(
 
     ids, seeds = [row.ids for row in rows], [row_seed(sampling.seed, row.prompt, row.number) for row in rows]
     peers = [None] if opened.size > 1 else []
-    found = continue_prompts(_WholeModel(opened.model), ids, sampling, seeds, opened.device, has_ended, peers=peers)
+    every = None if write is None else 1
+    found = continue_prompts(
+        _WholeModel(opened.model), ids, sampling, seeds, opened.device, has_ended, peers=peers, every=every
+    )
     if stream is not None:
         stream.end()
     return [

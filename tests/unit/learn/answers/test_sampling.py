@@ -197,15 +197,15 @@ def answer(passes, prompts, sampling, **options):
     return [each.tokens for each in found], [each.log_probabilities for each in found]
 
 
-@pytest.mark.parametrize("max_num_seqs", [None, 1, 3])
+@pytest.mark.parametrize(("max_num_seqs", "every"), [(None, 1), (1, 1), (3, 1), (3, 8)])
 @pytest.mark.parametrize(
     ("family", "fields"),
     [("llama", {}), ("gpt2", {}), ("gemma3_text", {"sliding_window": 6}), ("mamba", {})],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_greedy_answers_are_those_of_transformers(family, fields, max_num_seqs):
+def test_greedy_answers_are_those_of_transformers(family, fields, max_num_seqs, every):
     model = far_from_ties(family, **fields)
-    answers, scores = answer(Recorded(model), PROMPTS, GREEDY, max_num_seqs=max_num_seqs)
+    answers, scores = answer(Recorded(model), PROMPTS, GREEDY, max_num_seqs=max_num_seqs, every=every)
     for prompt, tokens, score, length in zip(PROMPTS, answers, scores, LENGTHS, strict=True):
         ids = torch.tensor([prompt])
         options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0}
@@ -227,6 +227,30 @@ def test_draws_do_not_depend_on_the_batch(has_cache):
         for one, other in zip(scores, others, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
     assert together[1] != together[6]  # the same prompt, and another seed
+
+
+def test_draws_do_not_depend_on_how_often_the_host_reads():
+    passes, sampling = Recorded(far_from_ties("llama")), Sampling(max_tokens=20, temperature=0.7)
+    each_token = answer(passes, PROMPTS, sampling, max_num_seqs=3)[0]
+    for every in (3, 8, 50):
+        passes.shapes.clear()
+        assert answer(passes, PROMPTS, sampling, max_num_seqs=3, every=every)[0] == each_token
+    assert len(passes.shapes) == 3 * 20  # reads of 20 passes, not of 50
+
+
+def test_a_row_that_has_ended_reads_no_position_beyond_its_last():
+    model = small_model("gpt2", max_position_embeddings=12).eval()  # a table
+
+    def has_ended(number, tokens):
+        return number > 1 and len(tokens) == 2
+
+    for every in (1, 8):
+        with torch.no_grad():
+            found = continue_prompts(
+                Recorded(model), [[1] * 8, [1] * 8, *([[2]] * 20)], Sampling(max_tokens=4), range(22), CPU, has_ended,
+                max_num_seqs=16, every=every,
+            )  # fmt: skip
+        assert [len(each.tokens) for each in found] == [4, 4] + [2] * 20
 
 
 def test_equal_prompts_are_read_once_and_ended_rows_leave():
