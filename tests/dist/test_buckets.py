@@ -48,7 +48,7 @@ def sum_in_buckets(rank, world_size):
     model[0].register_full_backward_pre_hook(lambda *_: reached.set())
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     trained = dict(model.named_parameters())
-    buckets = Buckets(Patient(trained, dist.group.WORLD, reached), "cpu")
+    buckets = Buckets(Patient(trained, dist.group.WORLD, reached), has_thread=True)
     names = {id(each): name for name, each in trained.items()}
     ddp.register_comm_hook(Reduction(dist.group.WORLD, buckets, names), reduce_bucket)
     loss_of(ddp, rank).backward()
@@ -79,7 +79,7 @@ class Broken:
 
 
 def test_an_error_while_a_bucket_is_sent_is_raised():
-    buckets, values = Buckets(Broken(), "cpu"), torch.ones(3)
+    buckets, values = Buckets(Broken(), has_thread=True), torch.ones(3)
     for _ in range(3):
         assert buckets.sum(0, {"weight": values}, values).wait() is values, "nobody waits forever"
     with pytest.raises(ConnectionError, match="the peer is gone"):

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.mesh import Meshes, sends_by_nccl
 from echelon.learn.model.sharding import free_gradients
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.expert import find_dispatches, find_experts
@@ -144,13 +144,13 @@ class Replicated(Undivided):
             module,
             process_group=meshes.loss,
             gradient_as_bucket_view=True,
-            bucket_cap_mb=GPU_BUCKET_MB if meshes.device_type == "cuda" else None,
+            bucket_cap_mb=GPU_BUCKET_MB if sends_by_nccl(meshes.device_type) else None,
             **BUFFERS_STAY_LOCAL,
         )
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         reducer = build_reducer(plan.sync, trained, meshes.loss, seed) if plan.num_replicas == 1 else None
         self._parameters = list(trained.values())
-        buckets = None if reducer is None else Buckets(reducer, meshes.device_type)
+        buckets = None if reducer is None else Buckets(reducer, not sends_by_nccl(meshes.device_type))
         self._reduction = Reduction(meshes.loss, buckets, {id(parameter): name for name, parameter in trained.items()})
         self._ddp.register_comm_hook(self._reduction, reduce_bucket)
         self.module: nn.Module = self._ddp
@@ -346,7 +346,7 @@ def _refuse_shared_weights(layers: Iterable[nn.Module]) -> None:
 
 
 def _build_reduce_scatter(device_type: str) -> Any:
-    return ExchangeReduceScatter() if device_type == "cpu" else DefaultReduceScatter()
+    return DefaultReduceScatter() if sends_by_nccl(device_type) else ExchangeReduceScatter()
 
 
 def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:

@@ -111,9 +111,9 @@ class Buckets:
     returned: collectives of two threads could be mixed up. On a GPU kernels wait for each sum in their stream.
     """
 
-    def __init__(self, reducer: Reducer, device_type: str) -> None:
+    def __init__(self, reducer: Reducer, has_thread: bool) -> None:
         self.reducer = reducer
-        self._thread = None if device_type == "cuda" else ThreadPoolExecutor(1, thread_name_prefix="buckets")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="buckets") if has_thread else None
         self._sums: list[Future[None]] = []
 
     def sum(self, step: int, tensors: Mapping[str, Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
