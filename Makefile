@@ -32,7 +32,7 @@ help:
 	@echo "make oldest   run tests/unit, tests/parity and, on a CPU, tests/gpu with the oldest versions that pyproject.toml admits, and a CUDA build of torch (.venv-oldest, 6 GB; half an hour)"
 	@echo "make newest   run tests/unit and tests/parity with the newest versions that pyproject.toml admits (.venv-newest)"
 	@echo "make constraints  write constraints.txt, the versions that the tests have run with; ENVIRONMENT=.venv-newest takes those of make newest"
-	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in seven calls (63 minutes); on two GPUs one more (9 minutes)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in eight calls (72 minutes); on two GPUs one more (9 minutes)"
 	@echo "make lint     check style and types, the workflows of GitHub, and the Dockerfiles"
 	@echo "make actionlint  check the workflows of GitHub also with actionlint, which it downloads from there"
 	@echo "make image    build docker/NAME.Dockerfile (NAME=cpu, cuda or aws) as echelon:VERSION-NAME; OPTIONS go to docker build"
@@ -290,7 +290,7 @@ constraints: $(ENVIRONMENT)/.installed
 
 gpu: .venv/.installed
 	@echo "== running the calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
-	calls="0 1 2 3 4 5 6"; \
+	calls="0 1 2 3 4 5 6 8"; \
 	if [ "$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then calls="$$calls 7"; \
 	else echo "== without call 7, which needs two GPUs"; fi; \
 	status=0; for call in $$calls; do \

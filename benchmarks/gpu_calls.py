@@ -162,6 +162,15 @@ CALLS = {
         (Part("losses", ("benchmarks/lost_gpus.py", "--seconds", "{seconds}"), 440, 120, ECHELON),),
         gpus=2,
     ),
+    8: Call(
+        "one GPU in the place of many: a rank among ghosts, and ranks that share it, perturbed",
+        (
+            Part("ghosts", ("benchmarks/ghosts.py", "--seconds", "{seconds}"), 300, 100, PEER),
+            Part("perturbed", ("benchmarks/nccl_on_one_gpu.py", "--perturb", "1", "--seconds", "{seconds}"), 150, 60,
+                 ECHELON),
+        ),
+        ("torchtitan", "torchao"),
+    ),
 }  # fmt: skip
 PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 25.0
 

@@ -82,8 +82,13 @@ def build_job(config, length, micro, accumulate, compiles, compute_bf16, folder)
     return job, args
 
 
-def train_in_blocks(gate, config, steps, batches, length, micro, accumulate, compiles, compute_bf16, folder):
-    """Train until the parent asks for no more blocks. `batches`: endless steps of microbatches (inputs, labels)."""
+def train_in_blocks(
+    gate, config, steps, batches, length, micro, accumulate, compiles, compute_bf16, folder, adjust=lambda job: None
+):  # fmt: skip
+    """Train until the parent asks for no more blocks. `batches`: endless steps of microbatches (inputs, labels).
+
+    `adjust`: changes the settings of `build_job`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,6 +96,7 @@ def train_in_blocks(gate, config, steps, batches, length, micro, accumulate, com
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     job, args = build_job(config, length, micro, accumulate, compiles, compute_bf16, folder)
+    adjust(job)
     spec = replace(
         get_train_spec(),
         model_args={FLAVOR: args},

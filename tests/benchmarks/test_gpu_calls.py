@@ -16,6 +16,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import ghosts
 import gpu_calls
 import nccl_on_one_gpu
 import pretraining
@@ -323,7 +324,7 @@ def run_script(*arguments):
 
 def test_wrong_options_are_refused(tmp_path):
     for arguments, reason in {
-        ("8", tmp_path): "invalid choice",
+        ("9", tmp_path): "invalid choice",
         ("2", tmp_path, "--only", "small"): "call 2 has the parts peers, variants",
         ("1", tmp_path, "--wheels", tmp_path): "there are no wheels",
     }.items():
@@ -331,7 +332,7 @@ def test_wrong_options_are_refused(tmp_path):
         assert done.returncode == 2 and reason in done.stderr
 
 
-@pytest.mark.parametrize(("gpus", "numbers"), [(1, "0123456"), (2, "01234567"), (4, "01234567")])
+@pytest.mark.parametrize(("gpus", "numbers"), [(1, "01234568"), (2, "012345687"), (4, "012345687")])
 def test_make_gpu_runs_every_call_that_the_gpus_allow(tmp_path, gpus, numbers):
     """Also after one that fails. Python is a program that says how many GPUs there are, and fails in call 3."""
     python = tmp_path / "python"
@@ -394,6 +395,8 @@ TABLES = {
         "| tp 2 x pp 2 |"],
     6: ["2 passed", "ratio "],
     7: [f"| {side} |" for side in ("quorum", "alone", "replace-ddp", "replace-fsdp")],
+    8: [f"| {row} |" if each.parallel else f"{'' if find_spec('torchtitan') else '- '}{row}"
+        for row, each in ghosts.ROWS.items()] + [f"| {row} |" for row in nccl_on_one_gpu.ROWS],
 }  # fmt: skip
 
 

@@ -2,15 +2,11 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import echelon.learn.parallel
-from echelon.learn.data.feed import Feed
-from echelon.learn.data.loader import BatchLoader
-from echelon.learn.data.mixture import build_order
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.parallel.data_parallel import Replicated, autocast_scope
 from echelon.planner.choose import resolve_plan
@@ -18,10 +14,12 @@ from echelon.planner.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
+from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
-from tests.parity.training import GLOBAL_BATCH, Masked, Row, read_rows, write_recipe
+from tests.parity.packed import packed_samples
+from tests.parity.training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, with_uneven_targets, write_recipe
 
 GPU = Accelerator("test GPU", 2**36, bf16_flops=1e15, fp32_flops=5e13, memory_bandwidth=None, source="-")
 OFFLOAD = {"cpu_offload": True}
@@ -31,12 +29,13 @@ OFFLOAD = {"cpu_offload": True}
 class Case:
     """A row, optionally with the wrapper of a parallel strategy over a group of one.
 
-    `around` is `ddp`, or, for `fully_shard`, `fsdp` or `zero1`.
+    `around` is `ddp`, or, for `fully_shard`, `fsdp` or `zero1`. `samples`: see `packed_samples`.
     """
 
     row: Row = field(default_factory=lambda: Row(micro_batch=4))
     around: str = ""
     overrides: tuple[str, ...] = ()
+    samples: str = ""
 
     def __str__(self) -> str:
         return " ".join([*([f"{self.around} of one"] if self.around else []), str(self.row)])
@@ -59,23 +58,21 @@ def replicate(module: Any, plan: ParallelPlan, meshes: Any, seed: int) -> Replic
 def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4):
     """Create the trainer of a case, with uneven numbers of targets; close everything at the end."""
     recipe, _ = load_recipe(write_recipe(case.row, folder, text, steps), case.overrides)
-    data = prepare_data(recipe)
+    data = prepare_data(recipe.model_copy(update={"objective": ObjectiveConfig()}))
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
-    shape = build_shape(recipe.model.config)
+    shape = build_shape(recipe.model.config or case.row.config())
     plan = case.apply(resolve_plan(recipe, shape, Cluster(GPU, 1, 1, "cuda", True), data.train.num_samples))
     with ExitStack() as stack:
         if case.around == "ddp":
             stack.enter_context(mock.patch.object(echelon.learn.parallel, "build_data_parallel", replicate))
+        stack.enter_context(packed_samples(case.samples))
         trainer = build_trainer(recipe, plan, run, runtime)
         trainer.recipe, trainer.plan, trainer.run_folder = recipe, plan, run
-        trainer.train_step.loader.close()
-        order = build_order(recipe, data.train)
-        dataset = Masked(data.train, order) if recipe.data.sequence_len == 32 else data.train
-        read = partial(BatchLoader, dataset, order, recipe.batches)
-        trainer.train_step.loader = Feed(read, trainer.train_step.loader.place)
+        if recipe.data.sequence_len == SEQUENCE_LEN and recipe.data.source is None:
+            trainer.train_step.loader = with_uneven_targets(trainer.train_step.loader, recipe)
         try:
             yield trainer
         finally:

@@ -26,6 +26,8 @@ FP32 = [
     Case(Row(micro_batch=4), around="fsdp"),
     Case(Row(family="gpt2", tied=True, micro_batch=4), around="zero1"),
     Case(Row(checkpointing="full", micro_batch=2), around="fsdp"),
+    Case(Row(checkpointing={"mlp_tiles": 3}, micro_batch=4)),
+    Case(Row(checkpointing={"mlp_tiles": 3}, micro_batch=4, family="gpt2", tied=True), around="fsdp"),
     Case(Row(OFFLOAD, micro_batch=4)),
     Case(Row(OFFLOAD, family="gpt2", tied=True, micro_batch=4)),
     Case(Row(OFFLOAD, family="gemma3_text", micro_batch=8)),
@@ -44,6 +46,7 @@ BF16 = [
     Case(Row(precision="bf16", micro_batch=4), around="fsdp"),
     Case(Row(OFFLOAD, precision="bf16", micro_batch=4)),
     Case(Row(precision="bf16", compile=True)),
+    Case(Row(precision="bf16", checkpointing={"mlp_tiles": 3}, compile=True)),
 ]
 
 OPTIMIZERS = [

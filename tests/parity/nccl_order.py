@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import ScriptObject
+from torch._library.custom_ops import OPDEFS
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -106,22 +107,26 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.steps, self.races, self.pending = [], [], []
         self._writes, self._reads = {}, defaultdict(Counter)
-        self._main, self._batch, self._patches = torch.cpu.current_stream(), None, ExitStack()
+        self._main, self._batch = torch.cpu.current_stream(), None
 
-    def __enter__(self):
-        for owner, name, wrap in (
-            (Work, "wait", self._waiting), (Work, "get_future", self._waiting), (dist, "batch_isend_irecv", self._together)
-        ):  # fmt: skip
-            self._patches.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self._patches.close()
-        return super().__exit__(*error)
+    @contextmanager
+    def noting(self):
+        """Scope in which everything is noted."""
+        with ExitStack() as stack:
+            for owner, name, wrap in (
+                (Work, "wait", self._waiting), (Work, "get_future", self._waiting),
+                (dist, "batch_isend_irecv", self._together),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+            stack.enter_context(self)
+            yield
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # it computes with its parts, and is seen again
+        if operation.namespace == "echelon":
+            with self:  # it sends
+                return OPDEFS[operation._schema.name]._init_fn(*args)
         result = operation(*args, **(kwargs or {}))
         name = operation.overloadpacket.__name__
         if operation.namespace not in ("c10d", "_c10d_functional"):
