@@ -213,7 +213,8 @@ def train_echelon(row, folder, is_tiny, rounds):
     widths = () if is_tiny else [f"model.config.{name}={value}" for name, value in WIDTHS.items()]
     like = pretraining.Row(length=LENGTH, sequences=MICRO * row.ranks, overrides=(
         *widths, f"parallel={row.parallel}", f"train.precision={row.precision}",
-        f"train.compile={str(not is_tiny).lower()}", "train.tokens=null", "train.steps=100", "optim.warmup=10",
+        f"train.compile={str(not is_tiny or row.precision == 'fp8').lower()}",
+        "train.tokens=null", "train.steps=100", "optim.warmup=10",
     ))  # fmt: skip
     recipe, _ = load_recipe(pretraining.RECIPE, pretraining.override(like, folder, folder / "echelon", is_tiny))
     run = prepare_run(recipe, False, lambda: parse_devices(f"{row.ranks}xH100"), {})

@@ -57,30 +57,37 @@ def perturb(seed):
     """
     import torch
     import torch.distributed as dist
+    import torch.distributed._functional_collectives  # which looks for overloads of what is replaced below
 
     chance, sizes = random.Random(seed), []
 
-    def wrap(begin):
-        def late(*arguments, **options):
+    class Late:
+        def __init__(self, begin):
+            self._begin = begin
+
+        def __getattr__(self, name):
+            return getattr(self._begin, name)
+
+        def __call__(self, *arguments, **options):
             for size, dtype, device in sizes[-KEPT_SIZES:]:
                 torch.full((size,), torch.nan, dtype=dtype, device=device)
-            sizes[:] = sizes[-KEPT_SIZES:] + [
+            messages = arguments[0] if isinstance(arguments[0], list) else []
+            tensors = [*arguments, *(getattr(each, "tensor", each) for each in messages)]
+            sizes.extend(
                 (each.numel(), each.dtype, each.device)
-                for each in (*arguments, *(message.tensor for message in arguments[0] if hasattr(message, "tensor")))
+                for each in tensors
                 if isinstance(each, torch.Tensor) and each.is_floating_point()
-            ]
+            )
             if torch.cuda.is_available():
                 torch.cuda._sleep(chance.randrange(int(LATE_SECONDS * 1e9)))  # cycles of about 2 GHz
             else:
                 time.sleep(chance.random() * LATE_SECONDS)
-            return begin(*arguments, **options)
-
-        return late
+            return self._begin(*arguments, **options)
 
     for owner in (dist, torch.ops._c10d_functional):
         for name in BEGINNINGS:
             if hasattr(owner, name):
-                setattr(owner, name, wrap(getattr(owner, name)))
+                setattr(owner, name, Late(getattr(owner, name)))
 
 
 def train(ranks, parallel, overrides, seed=None):

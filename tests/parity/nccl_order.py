@@ -41,9 +41,6 @@ class Event(torch.cpu.Event):
     def record(self, stream=None):
         self.clock = Counter(CLOCKS[stream or torch.cpu.current_stream()])
 
-    def wait(self, stream=None):
-        wait_event(stream or torch.cpu.current_stream(), self)
-
 
 def record_event(stream, event=None):
     event = event or Event()
