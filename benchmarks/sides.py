@@ -15,7 +15,7 @@ from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.lifecycle.assemble import build_trainer
 from echelon.run.lifecycle.process_group import start_runtime
-from echelon.run.training.pauses import Due
+from echelon.run.training.trainer import Due
 
 
 class EchelonTrainer:

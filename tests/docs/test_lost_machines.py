@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import echelon.launch
-from echelon.launch.kubernetes.kinds import KINDS
+from echelon.launch.kubernetes.pod import KINDS
 from echelon.recipe.names import LAUNCHERS
 
 LAUNCH = Path(echelon.launch.__file__).parent

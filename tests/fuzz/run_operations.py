@@ -14,7 +14,7 @@ import torch.distributed as dist
 from echelon.ground.checksums import find_faults
 from echelon.ground.errors import ConfigError
 from echelon.ground.redaction import make_printable
-from echelon.launch.job_logs import Log
+from echelon.launch.records import Log
 from echelon.learn.checkpoint.export import export_run
 from echelon.learn.checkpoint.folder import clear_out, list_checkpoints
 from echelon.learn.learner import Learner

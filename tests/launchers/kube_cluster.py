@@ -13,7 +13,7 @@ from typing import Any
 from kubernetes import client, config
 from urllib3.exceptions import HTTPError
 
-from echelon.launch.kubernetes.kinds import JobKind
+from echelon.launch.kubernetes.pod import JobKind
 from tests.unit.launch.kubernetes.kubernetes_schemas import find_schema, inline
 from tests.unit.launch.kubernetes.kubernetes_server import write_kubeconfig
 

@@ -15,9 +15,8 @@ from kubernetes import client
 from kubernetes.config import kube_config
 
 from echelon.ground.errors import LaunchError
-from echelon.launch.kubernetes.kinds import KINDS, JobKind
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
-from echelon.launch.kubernetes.pod import RECIPE_PATH
+from echelon.launch.kubernetes.pod import KINDS, RECIPE_PATH, JobKind
 from echelon.launch.records import make_job, submit_job
 from echelon.run.folder.run_folder import RunFolder
 from tests.launchers.kube_cluster import GUEST, missing_programs, real_cluster

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
-from echelon.launch.job_logs import Log, name_ending, read_exit_code
+from echelon.launch.records import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
 from echelon.recipe.launch_sections import LaunchConfig
 

@@ -1,4 +1,5 @@
-"""The jobs launched from a folder: `jobs/NAME` has the submitted files and the record that finds the job again.
+"""The jobs launched from a folder: `jobs/NAME` has the submitted files and the record that finds the job again,
+and on targets whose job folder is visible on this machine also the log and the exit code.
 
 A record is data, which may have come with a stranger's folder: its values are checked by the form of its target, and
 addresses in it are used only if a launch of this account has written them.
@@ -8,19 +9,21 @@ import hashlib
 import re
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from echelon.ground.errors import ConfigError
-from echelon.ground.stored import read_as, read_json, write_json, write_text
+from echelon.ground.stored import open_regular, read_as, read_json, read_text, write_json, write_text
 from echelon.ground.variables import find_cache_dir
-from echelon.launch.job import NAME, JobRecord, JobSpec, Launcher, Submitted, find_launcher
+from echelon.launch.job import NAME, JobRecord, JobSpec, JobState, Launcher, Submitted, find_launcher
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import render_recipe
 from echelon.run.folder.overview import RUNS, find_newest_runs
 from echelon.run.folder.run_folder import OWNER_ONLY
+from echelon.run.supervise.outcome import DONE, STOPPED
 
 JOBS = Path("jobs")
 
@@ -30,6 +33,10 @@ _NAMED = 5
 _NAME_LENGTH = 63
 STAMP_LENGTH = len("-20260102-030405")
 """Length of the launch time at the end of a job's name, in characters."""
+
+_LOOK_SECONDS = 0.5
+# A long log is read in parts, of which each is a list of lines; a longer line is divided.
+_PART_BYTES = 2**20
 
 
 def name_job(run_name: str, now: float | None = None) -> str:
@@ -168,3 +175,72 @@ def _is_own(record: JobRecord) -> bool:
         return bool(read_json(_find_own(record.folder)) == _fields(record))
     except (OSError, ValueError):
         return False
+
+
+def read_exit_code(path: Path) -> int | None:
+    """The exit code in a file; None while the file does not exist or has no number."""
+    with suppress(OSError, ValueError):
+        return int(read_text(path))
+    return None
+
+
+def name_ending(code: int) -> JobState:
+    """The final state of a job with this exit code."""
+    return "done" if code == DONE else "stopped" if code == STOPPED else "failed"
+
+
+class Log:
+    """A growing file, read from the start in whole lines. It need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read(self, is_last: bool) -> Iterator[str]:
+        """Yield the lines added since the last read; with `is_last`, also an unfinished last line.
+
+        Raises ConfigError if the file cannot be read.
+        """
+        try:
+            with open_regular(self._path) as file:
+                file.seek(self._position)
+                while part := self._next_part(file, is_last):
+                    yield from part.decode("utf-8", "replace").splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be read: {error.strerror}.") from error
+
+    def _next_part(self, file: IO[bytes], is_last: bool) -> bytes:
+        """Return whole lines, or a part of a line that has no end yet; empty if there is nothing to read."""
+        text = file.read(_PART_BYTES)
+        end = text.rfind(b"\n") + 1
+        if not end and (is_last or len(text) == _PART_BYTES):
+            end = len(text)
+        text = text[:end]
+        self._position += len(text)
+        file.seek(self._position)
+        return text
+
+    def follow(self, has_ended: Callable[[], bool]) -> Iterator[str]:
+        """Yield existing and new lines until `has_ended`, which is called before each read."""
+        while True:
+            ended = has_ended()
+            yield from self.read(ended)
+            if ended:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def rarely(ask: Callable[[], bool], seconds: float) -> Callable[[], bool]:
+    """Limit the expensive check `ask` to one call every `seconds`; in between the answer is False."""
+    asked_at = time.monotonic()
+
+    def answer() -> bool:
+        nonlocal asked_at
+        if time.monotonic() < asked_at + seconds:
+            return False
+        asked_at = time.monotonic()
+        return ask()
+
+    return answer

@@ -28,8 +28,8 @@ from echelon.launch.job import (
     Submitted,
     list_inputs,
 )
-from echelon.launch.job_logs import name_ending
 from echelon.launch.patch import merge_patch
+from echelon.launch.records import name_ending
 from echelon.launch.shell import guard_setup, join_words, limit_command
 from echelon.launch.source_bundle import build_wheel, name_requirement
 from echelon.recipe.launch_sections import LaunchConfig

@@ -24,8 +24,7 @@ from echelon.launch.job import (
     count_gpus,
     list_inputs,
 )
-from echelon.launch.job_logs import Log, rarely, read_exit_code
-from echelon.launch.records import record_job, write_job
+from echelon.launch.records import Log, rarely, read_exit_code, record_job, write_job
 from echelon.launch.slurm_script import (
     ARRAY,
     BATCH,

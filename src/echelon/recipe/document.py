@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from echelon.ground.redaction import redact
 from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
-from echelon.recipe.engine_sections import DeepspeedConfig, HorovodConfig, TensorflowConfig
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.launch_sections import LaunchConfig
@@ -21,11 +20,14 @@ from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,
+    DeepspeedConfig,
     EvaluateConfig,
     FaultConfig,
+    HorovodConfig,
     MlflowConfig,
     ProfileConfig,
     PrometheusConfig,
+    TensorflowConfig,
 )
 from echelon.recipe.refusals import find_limited
 from echelon.recipe.rollout import Rewards, RolloutConfig

@@ -15,7 +15,7 @@ import pytest
 from echelon.ground.errors import CheckpointError, ConfigError, DataError
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import MAX_BYTES, open_to_append, read_bytes, read_json, read_rows, read_text
-from echelon.launch.job_logs import Log
+from echelon.launch.records import Log
 from echelon.learn.data.tokenizer import load_tokenizer
 from echelon.learn.model.build import load_config
 from echelon.recipe.load import load_recipe
@@ -174,7 +174,7 @@ def test_an_archive_of_a_run_is_unpacked_within_limits(tmp_path, monkeypatch):
 
 
 def test_a_long_log_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.launch.job_logs._PART_BYTES", 8)
+    monkeypatch.setattr("echelon.launch.records._PART_BYTES", 8)
     path = tmp_path / "log"
     log = Log(path)
     assert list(log.read(True)) == []

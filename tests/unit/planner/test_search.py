@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from echelon.cli.api.plan_pictures import draw_search, find_frontier
 from echelon.cli.api.searching import SearchReport, prefer_fewer_machines, search
 from echelon.cli.commands.plan import plan as plan_command
 from echelon.ground.errors import ConfigError, PlanError
@@ -26,6 +25,7 @@ from echelon.planner.shape import build_shape
 from echelon.planner.time import estimate_time
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
+from echelon.run.report.picture import draw_search, find_frontier
 
 PARTS = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
 LLAMA = {

@@ -17,7 +17,7 @@ from echelon.ground.sizes import render_bytes
 if TYPE_CHECKING:
     from echelon.cli.api.run import Run
     from echelon.learn.distributed.runtime import Runtime as Team
-    from echelon.tools.inference.dialogue import Dialogue
+    from echelon.tools.inference.generate import Dialogue
 
     Target = str | Path | Run
 
@@ -205,7 +205,7 @@ def chat(
     """
     path = find_target(target, checkpoint)
     from echelon.learn.answers.sampling import Sampling
-    from echelon.tools.inference.dialogue import Dialogue
+    from echelon.tools.inference.generate import Dialogue
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop=stops, seed=seed)

@@ -6,7 +6,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from echelon.cli.api.plan_pictures import draw_scaling
 from echelon.cli.api.planning import find_target
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.errors import ConfigError
@@ -16,6 +15,7 @@ from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.more_devices import PAYS, Scaling, scale
 from echelon.planner.reliability import Reliability
 from echelon.run.lifecycle.model_checks import check_model
+from echelon.run.report.picture import draw_scaling
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from echelon.cli.api.plan_pictures import draw_search
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.cli.api.searching import render_numbered, search_instances
 from echelon.ground.errors import ConfigError, PlanError
@@ -28,6 +27,7 @@ from echelon.planner.reliability import RESTART_SECONDS
 from echelon.planner.search import RankedPlan
 from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
+from echelon.run.report.picture import draw_search
 
 FEWEST_RUNS = 3
 """Measured runs with the degrees of a plan whose range replaces that of the published runs."""

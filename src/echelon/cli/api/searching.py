@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from typer import Option
 from typing_extensions import override
 
-from echelon.cli.api.plan_pictures import draw_search
 from echelon.cli.api.planning import find_target, plan
 from echelon.cli.api.recipes import RecipeLike, load_recipe
 from echelon.ground.errors import ConfigError, PlanError
@@ -34,6 +33,7 @@ from echelon.planner.search import (
 from echelon.planner.time import name_part
 from echelon.recipe.document import Recipe
 from echelon.run.lifecycle.model_checks import check_model
+from echelon.run.report.picture import draw_search
 
 # Machines of each type that are tried, if their number is not given.
 _COUNTS = (1, 2, 4, 8)

@@ -80,7 +80,7 @@ def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":
 
 
 def _examine_hosts(launch: "LaunchConfig") -> "tuple[Examination, list[Finding]]":
-    from echelon.launch.ssh import check_hosts, find_ssh
+    from echelon.launch.ssh_launcher import check_hosts, find_ssh
     from echelon.tools.doctor.link_probe import examine, probe_script, probes_over_ssh
     from echelon.tools.doctor.verdict import judge
 

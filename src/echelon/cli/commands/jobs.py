@@ -244,8 +244,7 @@ def logs(name: NameArgument, *, follow: Annotated[bool, typer.Option("--follow",
         follow: follow the output until the job ends.
     """
     from echelon.launch.job import find_launcher
-    from echelon.launch.job_logs import Log
-    from echelon.launch.records import find_job
+    from echelon.launch.records import Log, find_job
     from echelon.run.folder.overview import find_run
     from echelon.run.folder.run_folder import RunFolder
 

@@ -147,7 +147,7 @@ def _ask_first(path: Path | None, overrides: list[str] | None, calibrate: bool, 
         for line in (*found.describe_rates(), f"kept in {file}"):
             show(line)
     if prices is not None:
-        from echelon.launch.sagemaker.price_list import refresh_prices
+        from echelon.launch.sagemaker.service import refresh_prices
 
         region = None if path is None else read_recipe(path, overrides).launch.sagemaker.region
         file, priced, on_spot = refresh_prices(region, prices == "spot")

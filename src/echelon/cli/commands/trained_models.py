@@ -31,8 +31,7 @@ from echelon.ground.stored import MAX_ROWS_BYTES, read_text
 if TYPE_CHECKING:
     from echelon.learn.answers.sampling import Sampling
     from echelon.learn.distributed.runtime import Runtime as Team
-    from echelon.tools.inference.dialogue import Dialogue
-    from echelon.tools.inference.generate import Sample
+    from echelon.tools.inference.generate import Dialogue, Sample
 
 # Characters of a prompt in the header of its samples.
 _HEADER_WIDTH = 60
@@ -257,7 +256,7 @@ def converse(target: Path, sampling: "Sampling", system: str | None, checkpoint:
 
     Raises ConfigError if the model has no chat template, and on a pipe for a message that cannot be answered.
     """
-    from echelon.tools.inference.dialogue import Dialogue
+    from echelon.tools.inference.generate import Dialogue
 
     dialogue = Dialogue(target, sampling, system, checkpoint)
     if not as_json and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():

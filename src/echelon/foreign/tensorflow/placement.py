@@ -12,7 +12,7 @@ from echelon.ground.launch_environment import find_rendezvous
 from echelon.ground.sockets import find_free_port, is_loopback
 from echelon.ground.variables import set_default_variables, set_variables
 from echelon.learn.distributed.objects import gather_objects
-from echelon.recipe.engine_sections import TensorflowConfig
+from echelon.recipe.operation import TensorflowConfig
 
 
 class Library(NamedTuple):

@@ -27,7 +27,7 @@ from echelon.learn.optimizer import Served
 from echelon.learn.optimizer.stepper import find_members
 from echelon.learn.sync.synchronizer import StateFill
 from echelon.recipe.document import Recipe
-from echelon.recipe.engine_sections import TensorflowConfig
+from echelon.recipe.operation import TensorflowConfig
 
 _EPSILON = 1e-6  # as in clip_gradients
 

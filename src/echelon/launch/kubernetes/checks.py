@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec, count_gpus, list_inputs
 from echelon.launch.kubernetes import pod
-from echelon.launch.kubernetes.kinds import find_kind
+from echelon.launch.kubernetes.pod import find_kind
 from echelon.launch.records import STAMP_LENGTH
 from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.replica_limits import refuse_living_on

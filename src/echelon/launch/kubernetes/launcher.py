@@ -15,10 +15,10 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.ground.extras import missing_package
 from echelon.ground.stored import read_text
 from echelon.launch.job import FINAL_STATES, NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
-from echelon.launch.job_logs import name_ending
 from echelon.launch.kubernetes.checks import check_job
-from echelon.launch.kubernetes.kinds import KINDS, JobKind
 from echelon.launch.kubernetes.manifest import render_manifest
+from echelon.launch.kubernetes.pod import KINDS, JobKind
+from echelon.launch.records import name_ending
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.yaml_text import shorten
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED

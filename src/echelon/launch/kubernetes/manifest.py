@@ -5,7 +5,7 @@ from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes import pod
-from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
+from echelon.launch.kubernetes.pod import PORT, find_kind, rendezvous_host
 from echelon.launch.patch import merge_patch
 from echelon.recipe.render import render_recipe
 from echelon.recipe.yaml_text import render_documents

@@ -26,7 +26,6 @@ from echelon.launch.job import (
     Submitted,
     count_gpus,
 )
-from echelon.launch.job_logs import name_ending
 from echelon.launch.ray import driver
 from echelon.launch.ray.submission import (
     ADDRESS,
@@ -37,6 +36,7 @@ from echelon.launch.ray.submission import (
     installs_packages,
     render_files,
 )
+from echelon.launch.records import name_ending
 from echelon.launch.source_bundle import build_wheel
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED

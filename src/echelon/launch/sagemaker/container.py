@@ -29,9 +29,8 @@ from echelon.ground.logs import log_to_console
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stop_request import STOP_SIGNALS
 from echelon.ground.variables import HUB_PLACES, asked_environment, read_environment, set_default_variables
+from echelon.launch.sagemaker.checkpoint_folder import CheckpointRemover, find_large_disk, open_kept
 from echelon.launch.sagemaker.install import WARM_CACHE
-from echelon.launch.sagemaker.kept_data import find_large_disk, open_kept
-from echelon.launch.sagemaker.removed_checkpoints import CheckpointRemover
 from echelon.launch.sagemaker.request import find_checkpoint_uri
 from echelon.launch.sagemaker.secrets_manager import hide_values, read_secrets
 from echelon.planner.hardware.efa import has_efa

@@ -1,25 +1,29 @@
 """Installs the packages that echelon needs and a container's image lacks, with pip.
 
-It runs before anything is installed: requirements are read by `packaging`, which transformers brings, else by pip's
-copy of it. The versions that pip chose are kept in the checkpoint folder, which SageMaker brings back at every start,
-so that a restart installs the same ones. The image's torch is never replaced.
+For containers without a package index, pip collects their wheels on the machine that launches. In a container this runs
+before anything is installed: requirements are read by `packaging`, which transformers brings, else by pip's copy of it.
+The versions that pip chose are kept in the checkpoint folder, which SageMaker brings back at every start, so that a
+restart installs the same ones. The image's torch is never replaced.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from echelon.ground.errors import LaunchError
+from echelon.ground.errors import ConfigError, LaunchError
 
 PINS = "packages.txt"
 """The file in the checkpoint folder with the versions that pip installed, `NAME==VERSION` in each line."""
@@ -41,6 +45,17 @@ WARM_CACHE = Path("/opt/ml/sagemaker/warmpoolcache")
 
 _PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "10"}
 _UNREACHABLE = re.compile(r"after connection broken by '(\w+)")
+
+WHEELS_KEY = "launch.sagemaker.wheels"
+DOWNLOAD = "download"
+WHEELS_CHANNEL = "wheels"
+WHEELS_ARCHIVE = "wheels.zip"
+
+# AWS's images: https://github.com/aws/deep-learning-containers. Their Amazon Linux 2023 has glibc 2.34.
+_PYTHON_OF_AWS = (3, 12)
+_OLDEST_GLIBC, _NEWEST_GLIBC = 5, 34
+# Stands for the torch of the image, so that pip downloads neither torch nor CUDA.
+_STAND_IN = "2.13.0+echelon"
 
 
 class _ObstacleError(Exception):
@@ -237,3 +252,75 @@ def _keep_pins(path: Path, pins: Mapping[str, str]) -> None:
 def _say(line: str) -> None:
     sys.stderr.write(f"echelon: {line}\n")
     sys.stderr.flush()
+
+
+def find_python(image: str | None) -> tuple[int, int]:
+    """The Python version of an image: that of its tag, or of AWS's images. Raises ConfigError if it is unknown."""
+    if image is None:
+        return _PYTHON_OF_AWS
+    if match := re.search(r":.*-py(\d)(\d+)\b", image):
+        return int(match[1]), int(match[2])
+    if re.search(r"\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?/(?:huggingface-)?pytorch[\w-]*:.*amzn2023", image):
+        return _PYTHON_OF_AWS
+    raise ConfigError(
+        f"{WHEELS_KEY}={DOWNLOAD}: the Python version of launch.sagemaker.image={image} is unknown, because its tag "
+        f"has no -py312 or the like; give a folder of wheels: run `pip wheel -r requirements.txt` in the image, and "
+        f"set {WHEELS_KEY} to that folder."
+    )
+
+
+@cache
+def collect_wheels(requirements: str, python: tuple[int, int]) -> bytes:
+    """An archive of the wheels of these requirements and all that they need, except torch, for Linux on x86-64.
+
+    Raises LaunchError with pip's message.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise LaunchError(
+            f"{WHEELS_KEY}={DOWNLOAD} requires pip, which {sys.executable} does not have; run `{sys.executable} -m "
+            f"ensurepip`, or set {WHEELS_KEY} to a folder of wheels."
+        )
+    with tempfile.TemporaryDirectory(prefix="wheels-") as scratch:
+        downloads, lines, pins = Path(scratch, "found"), Path(scratch, "wanted.txt"), Path(scratch, "pins.txt")
+        stand_in = _write_stand_in(Path(scratch))
+        packages = [line for line in requirements.splitlines() if not line.startswith("-")]
+        lines.write_text("\n".join(packages) + "\n", encoding="utf-8")
+        pins.write_text(f"torch=={_STAND_IN}\n", encoding="utf-8")
+        argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+        argv += ["--dest", str(downloads), "-r", str(lines), "-c", str(pins), "--find-links", str(stand_in.parent)]
+        done = subprocess.run([*argv, *_platform_options(python)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise LaunchError(
+                f"{WHEELS_KEY}={DOWNLOAD}: pip could not collect the packages for Python {python[0]}.{python[1]}: "
+                f"{find_cause(done.stderr)}; set {WHEELS_KEY} to a folder of wheels."
+            )
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+            for path in sorted(downloads.iterdir()):
+                if path.name != stand_in.name:
+                    archive.write(path, path.name)
+    return buffer.getvalue()
+
+
+def _platform_options(python: tuple[int, int]) -> list[str]:
+    version = f"{python[0]}{python[1]}"
+    options = ["--only-binary=:all:", "--python-version", version, "--implementation", "cp"]
+    for abi in (f"cp{version}", "abi3", "none"):
+        options += ["--abi", abi]
+    systems = [f"manylinux_2_{minor}" for minor in range(_NEWEST_GLIBC, _OLDEST_GLIBC - 1, -1)]
+    for system in (*systems, "manylinux2014", "manylinux2010", "manylinux1", "linux"):
+        options += ["--platform", f"{system}_x86_64"]
+    return options
+
+
+def _write_stand_in(place: Path) -> Path:
+    """Write an empty wheel named torch, of a version that only it has."""
+    folder = place / "stand-in"
+    folder.mkdir()
+    info = f"torch-{_STAND_IN}.dist-info"
+    path = folder / f"torch-{_STAND_IN}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {_STAND_IN}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path

@@ -15,8 +15,16 @@ from echelon.ground.checksums import MANIFEST
 from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.ground.extras import EXTRAS
 from echelon.launch.job import JobSpec
-from echelon.launch.sagemaker import wheels
-from echelon.launch.sagemaker.install import NO_INDEX, OPTIONAL
+from echelon.launch.sagemaker.install import (
+    DOWNLOAD,
+    NO_INDEX,
+    OPTIONAL,
+    WHEELS_ARCHIVE,
+    WHEELS_CHANNEL,
+    WHEELS_KEY,
+    collect_wheels,
+    find_python,
+)
 from echelon.launch.shell import guard_setup, join_words, needs_shell
 from echelon.launch.source_bundle import CORE, HELPFUL, build_wheel, list_extras
 from echelon.planner.hardware.job_machines import find_machines
@@ -194,25 +202,24 @@ class _Stage:
         """Add the channel with the container's packages, if the recipe asks for one."""
         if (path := self._settings.wheels) is None:
             return
-        if path == wheels.DOWNLOAD:
-            python = wheels.find_python(self._settings.image)
+        if path == DOWNLOAD:
+            python = find_python(self._settings.image)
             shown = f"(wheels for Python {python[0]}.{python[1]}, collected by pip)"
-            address = f"{self._prefix}/{wheels.CHANNEL}/"
-            collect = partial(wheels.collect_wheels, requirements, python)
-            self.uploads.append(Upload(f"{address}{wheels.ARCHIVE}", collect, shown))
-            self._add_channel(wheels.KEY, wheels.CHANNEL, address, "File")
+            address = f"{self._prefix}/{WHEELS_CHANNEL}/"
+            collect = partial(collect_wheels, requirements, python)
+            self.uploads.append(Upload(f"{address}{WHEELS_ARCHIVE}", collect, shown))
+            self._add_channel(WHEELS_KEY, WHEELS_CHANNEL, address, "File")
             return
         if path.startswith("/opt/ml/") or (self.job.workdir / Path(path).expanduser()).is_file():
             raise ConfigError(
-                f"{wheels.KEY}={path}: give a folder on this machine, the s3:// address of a folder, or "
-                f"{wheels.DOWNLOAD}."
+                f"{WHEELS_KEY}={path}: give a folder on this machine, the s3:// address of a folder, or {DOWNLOAD}."
             )
         before = len(self.uploads)
-        self._place(wheels.KEY, path, wheels.CHANNEL, "File")
+        self._place(WHEELS_KEY, path, WHEELS_CHANNEL, "File")
         if not path.startswith("s3://") and not any(
             upload.address.endswith(".whl") for upload in self.uploads[before:]
         ):
-            raise ConfigError(f"{wheels.KEY}={path} has no wheel; fill it with `pip wheel`, or use {wheels.DOWNLOAD}.")
+            raise ConfigError(f"{WHEELS_KEY}={path} has no wheel; fill it with `pip wheel`, or use {DOWNLOAD}.")
 
     def place_source(self, key: str, source: SourceConfig, channel: str) -> dict[str, Any]:
         """A data source with its path in the container, and the same name in metrics."""

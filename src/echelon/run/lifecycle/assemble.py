@@ -18,9 +18,8 @@ from echelon.run.lifecycle.saved_state import build_saver, restore
 from echelon.run.training.evaluations import PromptSampler, build_evaluations
 from echelon.run.training.heartbeat import Heartbeat
 from echelon.run.training.loop_run import run_loop
-from echelon.run.training.pauses import Pauses
 from echelon.run.training.rollback import BadStepHandler
-from echelon.run.training.trainer import Trainer
+from echelon.run.training.trainer import Pauses, Trainer
 from echelon.run.training.training_step import TrainingStep
 
 if TYPE_CHECKING:

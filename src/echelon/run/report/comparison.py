@@ -4,11 +4,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from echelon.ground.redaction import redact_text
-from echelon.run.report.blocks import Block, Curves, Lines, Point, Report, ReportSection, Series, Table
+from echelon.run.report.blocks import (
+    UNKNOWN,
+    Block,
+    Curves,
+    Lines,
+    Point,
+    Report,
+    ReportSection,
+    Series,
+    Table,
+    read_number,
+    read_points,
+    read_value,
+    smooth,
+)
 from echelon.run.report.judgement import judge_run
 from echelon.run.report.run_record import RunRecord
 from echelon.run.report.sections import list_figures
-from echelon.run.report.values import UNKNOWN, read_number, read_points, read_value, smooth
 
 _MANY_POINTS = 50
 # These differ in any two runs.

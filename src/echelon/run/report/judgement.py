@@ -9,9 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from echelon.run.report.blocks import Point
+from echelon.run.report.blocks import (
+    Point,
+    read_number,
+    read_numbers,
+    read_points,
+    read_value,
+    render_number,
+    render_percent,
+)
 from echelon.run.report.run_record import RunRecord
-from echelon.run.report.values import read_number, read_numbers, read_points, read_value, render_number, render_percent
 
 _FEWEST_STEPS, _FEWEST_EVALUATIONS = 20, 3
 # A loss must be lower by this share than that of a model without context, or than the first loss, to count as learned.

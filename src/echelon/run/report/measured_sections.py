@@ -10,10 +10,15 @@ from echelon.ground.sizes import render_bytes, render_rate, render_seconds
 from echelon.planner.hardware.links import usual_links
 from echelon.planner.memory import describe_peak_memory
 from echelon.run.folder.reckoning import describe_difference, list_compared
-from echelon.run.report.blocks import Bars, Block, Curves, HeatMap, Lines, Pairs, Series, Table
-from echelon.run.report.run_record import RunRecord, percentile
-from echelon.run.report.trace import PARTS, Collectives, Trace
-from echelon.run.report.values import (
+from echelon.run.report.blocks import (
+    Bars,
+    Block,
+    Curves,
+    HeatMap,
+    Lines,
+    Pairs,
+    Series,
+    Table,
     draw_lines,
     read_mapping,
     read_number,
@@ -23,6 +28,8 @@ from echelon.run.report.values import (
     render_number,
     render_percent,
 )
+from echelon.run.report.run_record import RunRecord, percentile
+from echelon.run.report.trace import PARTS, Collectives, Trace
 
 _PERCENTILES = (("slowest 5 %", 0.05), ("median", 0.5), ("fastest 5 %", 0.95))
 # Of more ranks, the slowest are drawn; of more moments, medians of neighbours.

@@ -17,9 +17,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from echelon.ground.redaction import make_printable
 from echelon.ground.sizes import render_seconds
-from echelon.run.report.blocks import Bars, Block, Curves, Form, HeatMap, Point, Report, Series, Timeline
+from echelon.run.report.blocks import (
+    Bars,
+    Block,
+    Curves,
+    Form,
+    HeatMap,
+    Point,
+    Report,
+    Series,
+    Timeline,
+    pick_axis,
+    pick_ticks,
+    render_axis,
+    render_value,
+)
 from echelon.run.report.run_record import percentile
-from echelon.run.report.values import pick_axis, pick_ticks, render_axis, render_value
 
 _STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _HEIGHT = 1000, 300

@@ -15,8 +15,9 @@ from echelon.run.report.blocks import (
     Series,
     Table,
     Timeline,
+    render_axis,
+    render_value,
 )
-from echelon.run.report.values import render_axis, render_value
 
 _PLOT_ROWS = 8
 _LABEL_WIDTH = 10

@@ -15,8 +15,8 @@ from echelon.recipe.yaml_text import parse_yaml
 from echelon.run.folder.cost import Spending, read_spending
 from echelon.run.folder.overview import RunSummary, summarize_run
 from echelon.run.folder.run_folder import RunFolder
+from echelon.run.report.blocks import read_mapping, read_numbers
 from echelon.run.report.trace import Trace, read_traces
-from echelon.run.report.values import read_mapping, read_numbers
 
 _BEGINNINGS = ("start", "resume")
 

@@ -21,7 +21,7 @@ from echelon.ground.errors import first_line
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import open_regular, parse_json, read_up_to
 from echelon.run.folder.run_folder import STEP_MARK
-from echelon.run.report.values import read_mapping, read_number, read_value
+from echelon.run.report.blocks import read_mapping, read_number, read_value
 
 Interval = tuple[float, float]
 

@@ -34,8 +34,7 @@ from echelon.ground.variables import read_environment
 from echelon.planner.hardware.health import examine_health
 from echelon.recipe.operation import FaultConfig
 from echelon.run.folder.run_folder import RunFolder, describe_gone
-from echelon.run.supervise.admission import MachineReport
-from echelon.run.supervise.coordinator import AttemptNews
+from echelon.run.supervise.coordinator import AttemptNews, MachineReport
 from echelon.run.supervise.decision import AWAITS_VARIABLE, Decision, HostReport, Restarts, Vacancies, note_bad_machines
 from echelon.run.supervise.hangs import explain_hang, read_records
 from echelon.run.supervise.meeting import Meeting

@@ -24,9 +24,8 @@ from echelon.ground.errors import LaunchError, first_line
 from echelon.ground.hosts import HostGroup, limit_silence_of, open_coordinator
 from echelon.ground.sockets import answers_as_store, host_store, is_loopback
 from echelon.recipe.operation import FaultConfig
-from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.board import await_true
-from echelon.run.supervise.coordinator import AttemptNews, Coordinator, Message
+from echelon.run.supervise.coordinator import AttemptNews, Coordinator, MachineReport, Message
 from echelon.run.supervise.decision import Decision, HostReport, Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
 from echelon.run.supervise.outcome import LOST_SECONDS

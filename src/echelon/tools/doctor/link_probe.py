@@ -19,7 +19,7 @@ from typing import Any
 
 from echelon.ground.errors import LaunchError
 from echelon.launch.shell import join_words, prepare_lines
-from echelon.launch.ssh import Ssh, explain, on_each
+from echelon.launch.ssh_launcher import Ssh, explain, on_each
 from echelon.recipe.launch_sections import LaunchConfig
 
 Pair = tuple[str, str]

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.shell import join_words, prepare_lines
-from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
-from echelon.launch.ssh_launcher import check_machines, meeting_options
+from echelon.launch.ssh_launcher import Ssh, check_hosts, check_machines, find_ssh, meeting_options, on_each
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.run.supervise.outcome import DONE, FAILED, STOPPED
 from echelon.tools.drill.faults import InjectedFault

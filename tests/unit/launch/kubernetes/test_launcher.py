@@ -10,8 +10,8 @@ from kubernetes.config import kube_config
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord
 from echelon.launch.kubernetes import launcher
-from echelon.launch.kubernetes.kinds import KINDS
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
+from echelon.launch.kubernetes.pod import KINDS
 from echelon.launch.records import submit_job
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
 from tests.unit.launch.kubernetes.kubernetes_server import stub_cluster, write_kubeconfig

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError, LaunchError
-from echelon.launch.sagemaker.price_list import refresh_prices
+from echelon.launch.sagemaker.service import refresh_prices
 from echelon.planner.hardware.instances import find_instance
 from echelon.recipe.yaml_text import read_table
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from echelon.launch.sagemaker.removed_checkpoints import CheckpointRemover
+from echelon.launch.sagemaker.checkpoint_folder import CheckpointRemover
 from tests.object_server import BUCKET, ObjectServer
 
 boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")

@@ -8,9 +8,9 @@ import zipfile
 import pytest
 
 from echelon.ground.errors import ConfigError, LaunchError
+from echelon.launch.sagemaker.install import collect_wheels, find_python
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
-from echelon.launch.sagemaker.wheels import collect_wheels, find_python
 from tests.unit.launch.sagemaker.sagemaker_jobs import RECIPE, make_job
 from tests.unit.launch.sagemaker.test_install import build_wheel, index  # noqa: F401 (a fixture)
 

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import yaml
 
-from echelon.launch.sagemaker import kept_data
-from echelon.launch.sagemaker.kept_data import open_kept
+from echelon.launch.sagemaker import checkpoint_folder
+from echelon.launch.sagemaker.checkpoint_folder import open_kept
 from echelon.learn.data import prepare
 from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
@@ -21,7 +21,7 @@ class Container:
     def __init__(self, folder, monkeypatch):
         self.base = folder / "ml"
         self.writings = 0
-        monkeypatch.setattr(kept_data, "find_large_disk", lambda base: (base / "disk", 2**40))
+        monkeypatch.setattr(checkpoint_folder, "find_large_disk", lambda base: (base / "disk", 2**40))
         write = prepare.write_folder
 
         def count(*arguments):

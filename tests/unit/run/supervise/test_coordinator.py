@@ -9,8 +9,7 @@ import pytest
 from echelon.ground.hosts import parse_group
 from echelon.planner.hardware.health import Health, examine_health
 from echelon.recipe.operation import FaultConfig
-from echelon.run.supervise.admission import MachineReport, Problem, Severity, judge
-from echelon.run.supervise.coordinator import AttemptNews, Coordinator
+from echelon.run.supervise.coordinator import AttemptNews, Coordinator, MachineReport, Problem, Severity, judge
 from echelon.run.supervise.decision import HostReport, Restarts
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED
 

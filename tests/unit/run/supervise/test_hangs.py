@@ -10,8 +10,7 @@ import pytest
 from echelon.ground.hosts import HostGroup
 from echelon.recipe.operation import FaultConfig
 from echelon.run.supervise import coordinator
-from echelon.run.supervise.admission import MachineReport
-from echelon.run.supervise.coordinator import AttemptNews, Coordinator
+from echelon.run.supervise.coordinator import AttemptNews, Coordinator, MachineReport
 from echelon.run.supervise.decision import Restarts
 from echelon.run.supervise.hangs import WaitingPeers, WaitingRanks
 

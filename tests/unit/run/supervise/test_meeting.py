@@ -17,7 +17,7 @@ from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, open_coordinator, parse_group
 from echelon.ground.sockets import answers_as_store, listen_at
 from echelon.run.supervise import meeting
-from echelon.run.supervise.admission import MachineReport
+from echelon.run.supervise.coordinator import MachineReport
 from echelon.run.supervise.decision import HostReport, Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
 from echelon.run.supervise.meeting import Meeting, TorchStore
@@ -213,7 +213,7 @@ def test_a_message_that_no_agent_wrote_ends_the_job_in_one_sentence(together):
 FIRST = """
 import sys, time
 from echelon.ground.hosts import parse_group
-from echelon.run.supervise.admission import MachineReport
+from echelon.run.supervise.coordinator import MachineReport
 from echelon.run.supervise.decision import Restarts
 from echelon.run.supervise.etcd_store import EtcdStore
 from echelon.run.supervise.meeting import Meeting, TorchStore

@@ -17,8 +17,8 @@ from echelon.ground.hosts import parse_group
 from echelon.ground.sockets import find_free_port
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise import meeting
-from echelon.run.supervise.admission import MachineReport
 from echelon.run.supervise.board import MembershipStore
+from echelon.run.supervise.coordinator import MachineReport
 from echelon.run.supervise.decision import Restarts
 from echelon.run.supervise.meeting import Meeting
 from echelon.run.supervise.outcome import FAILED, read_outcomes

@@ -4,9 +4,9 @@ import ast
 import inspect
 from dataclasses import fields
 
-from echelon.run.training import pauses, trainer, training_step
 from echelon.run.training import run_log as accounting
 from echelon.run.training import saver as saving
+from echelon.run.training import trainer, training_step
 
 
 def test_the_trainer_has_few_parts():
@@ -15,7 +15,7 @@ def test_the_trainer_has_few_parts():
 
 
 def test_no_attribute_is_created_outside_the_constructor():
-    for module in (accounting, pauses, saving, trainer, training_step):
+    for module in (accounting, saving, trainer, training_step):
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef):
                 born, declared = assigned(node)

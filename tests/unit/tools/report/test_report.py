@@ -15,12 +15,12 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.ground.sizes import render_rate, render_seconds
+from echelon.run.report.blocks import pick_axis, pick_ticks, render_number, render_percent, smooth
 from echelon.run.report.comparison import build_comparison
 from echelon.run.report.page import render_page
 from echelon.run.report.run_record import percentile, read_record
 from echelon.run.report.sections import ROW_KEYS, build_report, list_figures
 from echelon.run.report.server import read_live
-from echelon.run.report.values import pick_axis, pick_ticks, render_number, render_percent, smooth
 from echelon.run.training.metrics import StepMetrics, train_row
 
 START = 1_795_437_230.0
