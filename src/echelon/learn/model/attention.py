@@ -14,9 +14,11 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
     and_masks,
     causal_mask_function,
     packed_sequence_mask_function,
+    sdpa_mask,
     sliding_window_causal_mask_function,
 )
 
@@ -28,6 +30,8 @@ from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_star
 
 # `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
+# `sdpa` under a name for which `transformers` always builds a mask. For `sdpa` it asks first whether one is needed, and
+# the host waits for a GPU's answer.
 # A mask of this form has where documents start; of layers with a window, for each query the first key it attends to.
 FIRST_KEYS = "echelon_first_keys"
 
@@ -244,4 +248,10 @@ def _plain_causal(
     return output, None
 
 
+def _build_padded_mask(*arguments: Any, **options: Any) -> Any:
+    return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False})
+
+
 AttentionInterface.register(PLAIN_CAUSAL, _plain_causal)
+AttentionInterface.register(PADDED, sdpa_attention_forward)
+AttentionMaskInterface.register(PADDED, _build_padded_mask)

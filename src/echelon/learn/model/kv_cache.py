@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from echelon.learn.model.attention import choose_attention, stand_in
+from echelon.learn.model.attention import PADDED, choose_attention, stand_in
 from echelon.learn.model.context_attention import find_attention
 from echelon.learn.model.small_copy import ConfigKey, config_parts, random_tokens
 from echelon.learn.model.traits import build_copies, is_close, run_copy, undisturbed
@@ -228,7 +228,8 @@ class _Rows:
     def __init__(self, model: PreTrainedModel, cache: KeyValueCache) -> None:
         self.cache = cache
         self._rows = [random_tokens(model, 1, length + _NEW) for length in _PROMPTS]
-        self._whole = [run_copy(model, row)[0] for row in self._rows]
+        self._device = model.device
+        self._whole = [run_copy(model, row.to(self._device))[0].cpu() for row in self._rows]
 
     def read(self, cache: KeyValueCache, numbers: Sequence[int], ends: Sequence[int], size: int | None = 1) -> bool:
         """Read the tokens of some rows up to an end of each: the last `size`, or all. Whether the logits are right."""
@@ -237,7 +238,7 @@ class _Rows:
         new = torch.stack([pad(part, (width - len(part), 0)) for part in parts])
         filled = torch.arange(width) >= width - torch.tensor([[len(part)] for part in parts])
         expected = [self._whole[number][end - 1] for number, end in zip(numbers, ends, strict=True)]
-        return is_close(cache(new, filled), torch.stack(expected))
+        return is_close(cache(new.to(self._device), filled.to(self._device)).cpu(), torch.stack(expected))
 
 
 def _continue_rows(rows: _Rows) -> bool:
@@ -271,7 +272,8 @@ def _move_rows(rows: _Rows) -> bool:
 def _find_padded_attention(model: PreTrainedModel) -> str:
     """The attention of `transformers` for which it builds masks of padded rows, and which computes this model."""
     is_eager = find_attention(model) == "eager" or not model._supports_sdpa
-    return "eager" if is_eager else choose_attention(model.config, None) or "sdpa"
+    plain = PADDED if model.device.type == "cuda" else "sdpa"
+    return "eager" if is_eager else choose_attention(model.config, None) or plain
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.learn.model.attention import PLAIN_CAUSAL
+from echelon.learn.model import kv_cache
+from echelon.learn.model.attention import PADDED, PLAIN_CAUSAL
 from echelon.learn.model.kv_cache import KeyValueCache, can_cache, can_move_rows
 from echelon.learn.model.varlen_attention import VARLEN
 from tests.families import small_model
@@ -61,6 +63,29 @@ def test_tokens_are_added_in_place_as_transformers_adds_them(family, fields):
         buffers.append([layer.keys._base for layer in cache._layers()])
     for own in zip(*buffers[1:], strict=True):
         assert sum(before is None or before is not after for before, after in pairwise(own)) <= 2
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often a value is read by the host, which waits for a GPU then."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gemma3_text", {"sliding_window": 6})])
+def test_on_a_gpu_no_pass_waits_for_the_device(family, fields, monkeypatch):
+    monkeypatch.setattr(kv_cache, "_find_padded_attention", lambda model: PADDED)
+    model, filled = small_model(family, **fields).eval(), torch.tensor([[False, True, True], [True, True, True]])
+    with torch.no_grad():
+        assert kv_cache._continue_rows(kv_cache._Rows(model, KeyValueCache(model)))
+        cache = KeyValueCache(model)
+        cache(torch.full((2, 3), 7), filled)
+        with HostReads() as reads:
+            cache(torch.full((2, 1), 7), filled[:, 1:2])
+    assert not reads.count
 
 
 def test_a_cache_that_cannot_be_cut_is_not_used():
