@@ -280,9 +280,8 @@ def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> di
         for name in world.mesh_dim_names or ():
             if grid.peers(MESH_AXES[name]) == peers:
                 return world.get_group(name)
-    mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration(peers, group_desc="_".join(axes))  # type: ignore[no-untyped-call]
-    return mine
+    return mine  # type: ignore[no-any-return]
 
 
 def start_all_reduce(
@@ -297,9 +296,8 @@ def start_all_reduce(
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
     """Wait for operations. Elsewhere a wait that a loss has not ended is not found: `LossWatch` looks for it."""
-    for work in works:
-        if work is not None:
-            work.wait()
+    for work in filter(None, works):
+        work.wait()
 
 
 def all_reduce(

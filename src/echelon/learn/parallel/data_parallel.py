@@ -43,8 +43,7 @@ class ExchangeReduceScatter(DefaultReduceScatter):
     @override
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """Write this rank's part of the sum over ranks to `output_tensor` [part]; `input_tensor` is [ranks * part]."""
-        assert op == dist.ReduceOp.SUM, op
-        assert not async_op, "FSDP waits for reductions on a CPU"
+        assert op == dist.ReduceOp.SUM and not async_op, "FSDP sums, and waits for reductions on a CPU"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor.view(-1))
@@ -378,11 +377,10 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         param_dtype=None if plan.precision.compute == plan.precision.param else compute,
         reduce_dtype=getattr(torch, plan.precision.reduce),
     )
-    offload = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {
         "mesh": meshes.shard,
         "mp_policy": policy,
-        "offload_policy": offload,
+        "offload_policy": CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
         # Experts that are divided along the first dim are sharded along the second one.
         "shard_placement_fn": lambda weight: Shard(1) if isinstance(weight, DTensor) and weight.ndim == 3 else None,
     }

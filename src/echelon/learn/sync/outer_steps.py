@@ -188,6 +188,5 @@ def _arrange(local: Tensor, like: Tensor) -> Tensor:
 def _build_host_group(meshes: Meshes) -> dist.ProcessGroup:
     """Return a group of its own for a thread: collectives of two threads in one group could be mixed up. Collective."""
     peers = meshes.grid.peers(("replica",))
-    mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration(peers, backend="gloo")  # type: ignore[no-untyped-call]
-    return mine
+    return mine  # type: ignore[no-any-return]
