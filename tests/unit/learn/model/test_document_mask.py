@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from echelon.learn.data.loader import Microbatch, positions_in_documents
-from echelon.learn.model.attention import PLAIN_CAUSAL, choose_attention, describe_document_mask, document_inputs
+from echelon.learn.model.attention import (
+    PLAIN_CAUSAL,
+    _find_bounds,
+    choose_attention,
+    describe_document_mask,
+    document_inputs,
+)
 from echelon.learn.model.build import load_config
 from echelon.learn.model.compilation import apply_compile
 from echelon.learn.model.traits import apply_plain_causal, find_traits
@@ -173,6 +179,20 @@ def test_flash_attention_receives_the_document_starts():
     assert told["cu_seq_lens_q"].tolist() == [0, 9, 20, 25, 32, 46, 53, 57] + 9 * [64]  # room for 8 in each sequence
     assert told["cu_seq_lens_q"].dtype == torch.int32 and told["max_length_q"] == LENGTH
     assert "attention_mask" not in told
+
+
+def test_a_ring_is_told_where_documents_and_chunks_start():
+    """Of a window it is told the first key of each query."""
+    config = small_model("llama").config
+    config.attention_chunk_size, config.sliding_window = 3, 2
+    documents, positions = torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1]]), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1]])
+    for kind, expected in (
+        ("full_attention", [0, 4, 6, 8]),
+        ("chunked_attention", [0, 3, 4, 6, 8, 8]),
+        ("sliding_attention", [0, 0, 1, 2, 4, 4, 6, 6]),
+    ):
+        bounds = _find_bounds(config, kind, documents, positions, 2, None)
+        assert bounds.flatten().tolist() == expected and (bounds.shape[2] > 1) == (kind == "sliding_attention")
 
 
 def test_the_attention_is_printed():
