@@ -37,6 +37,7 @@ from kernel_table import Kernels, find_kind, render_kernels
 from measuring import NotHere, measure_rows
 from preflight import describe_package
 from tests import constraints
+from tests.waiting import wait_until
 from turns import Side, find_error, take_turns
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +81,7 @@ def test_the_other_parts_run_after_one_that_fails_and_ones_that_hang(tmp_path, m
     assert "## prints\n\n| a | b |" in summary and "a message" not in summary
     assert "a planted failure" in (out / "fails.log").read_text()
     assert "a message" in (out / "prints.log").read_text()
-    deadline = time.monotonic() + 30
-    while is_alive(pid_file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(pid_file.read_text())
+    wait_until(lambda: not is_alive(pid_file.read_text()))
     assert sorted(path.name for path in out.iterdir()) == [
         "fails.log", "prints.log", "reports.log", "stays.log", "summary.md",
     ]  # fmt: skip

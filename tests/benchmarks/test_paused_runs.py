@@ -1,12 +1,12 @@
 """benchmarks/paused_runs.py: which steps of another trainer are done, and that its ranks end with their run."""
 
 import json
-import time
 
 import psutil
 import pytest
 
 from paused_runs import PausedRun, PeerRecords
+from tests.waiting import wait_until
 
 LAUNCHER = """
 import pathlib, subprocess, sys, time
@@ -28,10 +28,7 @@ def test_ranks_end_with_a_run_that_is_still_warming_up(tmp_path):
     script, pid_file = tmp_path / "launcher.py", tmp_path / "pid"
     script.write_text(LAUNCHER)
     run = PausedRun([script, pid_file], None, tmp_path / "log", NoRecords())
-    patience = time.monotonic() + 60
-    while not (pid_file.exists() and pid_file.read_text()):
-        assert time.monotonic() < patience
-        time.sleep(0.01)
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
     rank = psutil.Process(int(pid_file.read_text()))
     run.end()
     try:

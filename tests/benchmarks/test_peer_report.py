@@ -1,10 +1,15 @@
-"""The report of benchmarks/peers.py: unequal losses fail it, its figures are right, its picture is well-formed."""
+"""benchmarks/peers.py: rows with the targets of echelon's own samples, right figures, and unequal losses fail it."""
 
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from echelon.learn.objectives.loss import IGNORE
 from peer_report import compare_losses, find_differences, render_picture, render_table
+from peer_sides import Rows
+from peers import write_rows
 
 FALLING = [9.0 - 0.01 * step for step in range(200)]
 
@@ -81,3 +86,13 @@ def test_the_picture_is_well_formed_and_to_scale():
     picture = ET.fromstring(render_picture(make_results(echelon=FALLING, expert=FALLING)))
     bars = [each for each in picture.iter("{http://www.w3.org/2000/svg}rect") if each.get("fill") != "white"]
     assert [float(bar.get("width")) for bar in bars] == [120.0, 60.0]  # a quarter and an eighth of the 480 of the limit
+
+
+def test_what_follows_the_end_of_the_text_is_no_target(tmp_path):
+    """The text ends with 6, and 0 fills up its last sequence."""
+    inputs, labels = [[1, 2, 3, 4], [5, 6, 0, 0]], [[2, 3, 4, 5], [6, IGNORE, IGNORE, IGNORE]]
+    write_rows(tmp_path / "rows.npy", SimpleNamespace(inputs=np.array(inputs), labels=np.array(labels)))
+    rows = Rows(tmp_path / "rows.npy")
+    assert [rows[number]["input_ids"].tolist() for number in range(len(rows))] == inputs
+    for name in ("labels", "shift_labels"):  # the second is shifted in advance, the first only asks for a loss
+        assert [rows[number][name].tolist() for number in range(len(rows))] == labels

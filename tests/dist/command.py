@@ -15,6 +15,7 @@ import pytest
 from echelon.cli.main import main
 from echelon.learn.data.limits import helper_ended
 from echelon.run.folder.run_folder import RunFolder
+from tests.waiting import wait_until
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARK = "ECHELON_TEST_MARK"
@@ -91,11 +92,9 @@ def finish(process, seconds=60):
 
 def await_line(path, words, process, seconds=40):
     """Wait until a file contains the text; fail if the process ends first."""
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and words in path.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"no {words} in {path}"
-        time.sleep(0.02)
+    wait_until(
+        lambda: path.exists() and words in path.read_text(), seconds, process, say=lambda: f"no {words} in {path}"
+    )
 
 
 def process_of(run, rank):
@@ -167,6 +166,21 @@ def train_in_process(folder, name, nproc, *settings, kill_at=None):
 def read_lines(path):
     """The rows of a .jsonl file."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def train_rows(run):
+    """The rows of the steps of a run."""
+    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+
+
+def exact_rows(run, keys=EXACT):
+    """The values of these keys of each step."""
+    return [[row[key] for key in keys] for row in train_rows(run)]
+
+
+def read_events(run, name):
+    """The events of a run of this name."""
+    return [row for row in read_lines(run.events_path) if row["event"] == name]
 
 
 def mount(folder, size):

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from tests.dist.command import (
     start,
     write_recipe,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -318,11 +318,7 @@ def test_stops_and_deaths_during_training(echelon, tmp_path):
     def train_until_saved():
         saved = folder.newest_step() or 0
         job = start(*command)
-        deadline = time.monotonic() + 60
-        while (folder.newest_step() or 0) <= saved:
-            assert job.poll() is None, job.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: (folder.newest_step() or 0) > saved, process=job)
         return job
 
     job = train_until_saved()
@@ -383,11 +379,7 @@ def test_concurrent_preparation_and_a_stop_during_it(echelon, tmp_path):
     prepared = tmp_path / "runs" / "prepared"
 
     job = start("data", "--prepare", "recipe.json")
-    deadline = time.monotonic() + 40
-    while not (list(prepared.glob("*.partial")) and len(marked_processes()) > 1):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: list(prepared.glob("*.partial")) and len(marked_processes()) > 1, 40, job)
     job.terminate()
     assert_refused(finish(job), 1, "stopped by SIGTERM", "start the same command again")
     assert_no_orphan()

@@ -7,21 +7,13 @@ import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import EXACT, read_lines, write_recipe
+from tests.dist.command import exact_rows, read_lines, train_rows, write_recipe
 from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 STEPS = 200
 COMMAND = ("train", "recipe.json", "--nproc", "2", "budget.usd_per_hour=3600")
-
-
-def train_rows(run):
-    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
-
-
-def exact_rows(run):
-    return [[row[key] for key in EXACT] for row in train_rows(run)]
 
 
 def test_a_budget_ends_a_run_and_a_higher_one_resumes_it(echelon, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from tests import check
 from tests.house.source_tree import ROOT
+from tests.waiting import wait_until
 
 SETTINGS = '[tool.pytest.ini_options]\naddopts = "-q -m \'not slow\'"\nmarkers = ["slow: later"]\n'
 TESTS = """
@@ -57,10 +58,7 @@ def start(project, *arguments):
 
 
 def wait_for(path):
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path}"
-        time.sleep(0.05)
+    wait_until(path.exists, say=lambda: f"no {path}")
 
 
 def finish(process):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from echelon.planner.memory_parts import MemoryParts
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import CommandLine, assert_no_orphan, read_lines, write_recipe
+from tests.dist.command import read_lines, write_recipe
 from tests.families import load_run_model
 
 pytestmark = pytest.mark.dist
@@ -34,14 +34,11 @@ TRAIN_KEYS = {
 
 
 @pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command in a temporary folder, with a secret in its environment; no process may outlive the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+def echelon(echelon, monkeypatch):
+    """The command, with a secret in its environment."""
     for name in ("HF_TOKEN", "WANDB_API_KEY", "NCCL_PASSWORD", "SLURM_JWT"):
         monkeypatch.setenv(name, SECRET)
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
+    return echelon
 
 
 def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):

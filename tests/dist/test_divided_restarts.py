@@ -29,14 +29,7 @@ PLANS = [
 ]
 # Steps with divided tensors take a second where four processes share two cores: many small collectives wait for a core.
 STEPS, SAVED, KILLED = 30, 5, 8
-
-
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(command.MARK, str(tmp_path))
-    yield command.CommandLine(capfd, monkeypatch)
-    command.assert_no_orphan(10)
+ORPHAN_SECONDS = 10
 
 
 def name_plan(parallel):

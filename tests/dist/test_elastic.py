@@ -2,20 +2,22 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from echelon.ground.sockets import find_free_port
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import CommandLine, assert_no_orphan, await_line, finish, read_lines, write_recipe
+from tests.dist.command import await_line, finish, read_events, train_rows, write_recipe
 from tests.parity.training import LOSS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 STEPS = 1500
+ORPHAN_SECONDS = 10
 # A rendezvous store outside the agents, as in docs/elastic.md.
 STORE = """
 import sys, time
@@ -35,17 +37,8 @@ main(sys.argv[2:])
 
 
 @pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan(10)
-
-
-@pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    return find_free_port("127.0.0.1")
 
 
 def start_agent(folder, name, port, hosts, ready=True):
@@ -62,14 +55,6 @@ def start_agent(folder, name, port, hosts, ready=True):
     command = [sys.executable, "-c", AGENT, str(folder / f"{name}.go"), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=env, **pipes)
-
-
-def events(run, name):
-    return [row for row in read_lines(run.events_path) if row["event"] == name]
-
-
-def rows(run):
-    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
 
 
 def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, port):
@@ -90,12 +75,12 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
         await_line(run.metrics_path, '"step": 60,', lasting, 120)  # alone: 3 sequences
         (tmp_path / "second.go").touch()
         await_count(run, "recovered", 1, lasting)  # grown
-        assert events(run, "recovered")[0]["repeated_steps"] == 0  # saved on the agent's SIGTERM
+        assert read_events(run, "recovered")[0]["repeated_steps"] == 0  # saved on the agent's SIGTERM
         await_line(run.metrics_path, f'"step": {run.rows.last_step() + 60},', lasting, 120)
         killed_at = time.time()
         second.kill()
         await_count(run, "recovered", 2, lasting)  # shrunk
-        assert events(run, "recovered")[1]["time"] - killed_at < 60
+        assert read_events(run, "recovered")[1]["time"] - killed_at < 60
         (tmp_path / "third.go").touch()
         endings = [finish(each, 300) for each in (lasting, third)]
         assert [each.code for each in endings] == [0, 0], endings
@@ -107,19 +92,15 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
     assert sorted(sizes) == ["1", "1", "2", "2"]
     padding = "3 sequences = 2 ranks x 1 microbatch x 2 sequences - 1 padding sequence"
     assert f"{padding} (25.0% of the computation is wasted)" in endings[0].out
-    ours, theirs = rows(run), rows(whole)
+    ours, theirs = train_rows(run), train_rows(whole)
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
     for key in ("batch_hash", "tokens", "learning_rate"):
         assert [row[key] for row in ours] == [row[key] for row in theirs], key
-    grown_at = events(run, "recovered")[0]["step"] - 1
+    grown_at = read_events(run, "recovered")[0]["step"] - 1
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
     assert max(differences[:grown_at]) == 0
     assert 0 < max(differences) <= LOSS
 
 
 def await_count(run, name, count, process, seconds=150):
-    deadline = time.monotonic() + seconds
-    while len(events(run, name)) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"no {count} {name}"
-        time.sleep(0.05)
+    wait_until(lambda: len(read_events(run, name)) >= count, seconds, process, say=lambda: f"no {count} {name}")

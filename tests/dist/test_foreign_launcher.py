@@ -5,13 +5,13 @@ torchrun itself is in test_elastic.py, mpirun and srun are in tests/launchers.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from echelon.ground.sockets import find_free_port
 from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
@@ -21,8 +21,7 @@ STUB = Path(__file__).with_name("stub_rank.py")
 
 def run_ranks(mode, directories):
     """Run one process in each working directory; return their exit codes and stderr."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(find_free_port("127.0.0.1"))
     ranks = []
     for rank, directory in enumerate(directories):
         env = os.environ | {
@@ -69,8 +68,7 @@ def test_run_folder_that_a_rank_does_not_see_is_refused(tmp_path):
 def test_torch_distributed_launch_trains(tmp_path, option):
     """`python -m torch.distributed.launch` passes the local rank as an argument by default."""
     write_recipe(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(find_free_port("127.0.0.1"))
     command = [
         sys.executable, "-m", "torch.distributed.launch", *option, "--nproc-per-node", "2", "--master-port", port,
         "-m", "echelon", "train", "recipe.json",

@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from echelon.ground.sockets import find_free_port
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
 from tests.hub_server import HubServer, push_model
@@ -144,8 +144,7 @@ def test_a_reward_model_of_the_hub_judges_as_its_folder(hub, tmp_path):
 def test_the_first_rank_of_each_torchrun_machine_downloads(hub, tmp_path):
     """Two machines with two ranks each share the run folder but no cache."""
     fine_tuning(tmp_path, NAME, 4)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(find_free_port("127.0.0.1"))
     machines = []
     for number in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]

@@ -16,9 +16,19 @@ from echelon.ground.errors import CheckpointError
 from echelon.learn.checkpoint.folder import find_checkpoints
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import EXACT, await_line, finish, mount, read_lines, start, write_recipe
+from tests.dist.command import (
+    await_line,
+    exact_rows,
+    finish,
+    mount,
+    read_events,
+    read_lines,
+    start,
+    write_recipe,
+)
 from tests.log_lines import LogLines
 from tests.parity.training import equal_tensors, tensors_of
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -41,19 +51,11 @@ def fill(disk):
 
 def failures(run):
     """The failed saves, from the events that fit on the full disk."""
-    return [row for row in read_lines(run.events_path) if row["event"] == "save_failed"]
+    return read_events(run, "save_failed")
 
 
 def await_failures(run, count, job, seconds=90):
-    deadline = time.monotonic() + seconds
-    while len(failures(run)) < count:
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def train_rows(run):
-    return [tuple(row[key] for key in EXACT) for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+    wait_until(lambda: len(failures(run)) >= count, seconds, job)
 
 
 def steps_of(run):
@@ -66,7 +68,7 @@ def test_a_damaged_checkpoint_is_skipped_reported_and_removed(echelon, tmp_path)
     run = RunFolder(tmp_path / "runs" / "tiny")
     train = ("train", "recipe.json", "--nproc", "2")
     assert echelon(*train).code == 0
-    straight, rows = tensors_of(run.path, 6), train_rows(run)
+    straight, rows = tensors_of(run.path, 6), exact_rows(run)
     ending = echelon("checkpoint", "verify", run.path)
     assert ending.code == 0 and ending.out.splitlines() == ["step 2  whole", "step 4  whole", "step 6  whole"]
 
@@ -86,7 +88,7 @@ def test_a_damaged_checkpoint_is_skipped_reported_and_removed(echelon, tmp_path)
     ending = echelon(*train)
     assert ending.code == 0, ending
     assert ending.out.count("Skipping a damaged checkpoint") == 2 and "Resuming from step-00000002" in ending.out
-    assert equal_tensors(tensors_of(run.path, 6), straight) and train_rows(run) == rows
+    assert equal_tensors(tensors_of(run.path, 6), straight) and exact_rows(run) == rows
     # The skipped checkpoint was written again.
     assert echelon("checkpoint", "verify", run.path).out.count("whole") == 3
 
@@ -171,7 +173,7 @@ def test_a_disk_that_fills_up_during_training(echelon, tmp_path):
         assert "full" in failed["reason"] and failed["step"] > good
         assert events[-1]["event"] == "done" and steps_of(run)[-1] == 300
         assert echelon("checkpoint", "verify", run.path).code == 0
-        assert [row[0] for row in train_rows(run)] == list(range(1, 301))
+        assert [row[0] for row in exact_rows(run)] == list(range(1, 301))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from echelon.ground.sockets import find_free_port
 from tests.dist.command import read_lines
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -36,10 +38,11 @@ def run_job(folder, mode, count=2, restarts=0, *rendezvous):
 def await_workers(folder, count=2):
     """Wait until all workers run; return their pids."""
     files = [folder / f"pid-{rank}" for rank in range(count)]
-    deadline = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline, "the workers did not start"
-        time.sleep(0.05)
+    wait_until(
+        lambda: all(file.exists() and file.read_text() for file in files),
+        120,
+        say=lambda: "the workers did not start",
+    )
     return [int(file.read_text()) for file in files]
 
 
@@ -182,8 +185,7 @@ def test_used_port_is_named_with_a_fix():
 
 def test_missing_peer_is_named_with_a_fix():
     code = "from echelon.run.lifecycle.process_group import open_store; open_store(2)"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = find_free_port("127.0.0.1")
     env = launched_environment(0, 2, port)
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     last = result.stderr.strip().splitlines()[-1]

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.dist.command import LAUNCHER_KEYS, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
+from tests.dist.command import LAUNCHER_KEYS, await_line, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -20,13 +20,9 @@ STEP = re.compile(r"step \d+/")
 
 
 @pytest.fixture
-def echelon(tmp_path, monkeypatch, capfd):
-    """The command in a temporary folder; no process that it starts may outlive the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+def echelon(echelon, tmp_path):
     write_recipe(tmp_path)
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
+    return echelon
 
 
 def records(text):

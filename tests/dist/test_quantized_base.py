@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from echelon.learn.checkpoint.adapted import AdaptedRun
-from tests.dist.command import read_lines
-from tests.dist.test_finetuning import EXACT, trained_in, write_base, write_recipe
+from tests.dist.command import exact_rows
+from tests.dist.test_finetuning import trained_in, write_base, write_recipe
 from tests.parity.training import equal_tensors, tensors_of
 from tests.stored_models import quantize_folder, write_plain
 
@@ -27,10 +27,6 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-def rows_of(run):
-    return [[row[key] for key in EXACT] for row in read_lines(run.metrics_path) if row["kind"] == "train"]
-
-
 def test_lora_trains_resumes_merges_and_exports(echelon, base, tmp_path):
     """All as on the same base with plain weights, bit for bit."""
     run = write_recipe(tmp_path, optim={"schedule": "constant"})  # the rate of a step does not depend on their number
@@ -40,10 +36,10 @@ def test_lora_trains_resumes_merges_and_exports(echelon, base, tmp_path):
     ending = echelon("train", "recipe.json", "train.steps=3", "--nproc", "2", "parallel=fsdp")
     assert ending.code == 0 and "are stored as fp8 (8 bits) and read as plain numbers of bfloat16" in ending.out, ending
     assert echelon("train", "recipe.json", "train.steps=6", "--nproc", "2", "parallel=fsdp").code == 0
-    resumed, rows = tensors_of(run.path, 6), rows_of(run)
+    resumed, rows = tensors_of(run.path, 6), exact_rows(run)
     ending = echelon("train", "recipe.json", "--nproc", "2", "parallel=fsdp", "model.checkpoint=plain", "--fresh")
     assert ending.code == 0 and "are stored as" not in ending.out, ending
-    assert equal_tensors(tensors_of(run.path, 6), resumed) and rows_of(run) == rows
+    assert equal_tensors(tensors_of(run.path, 6), resumed) and exact_rows(run) == rows
     plain = AdaptedRun(run.path, None, torch.device("cpu"))
     expected = plain.merged([name for name, _ in plain.skeleton.named_parameters()])
     ending = echelon("train", "recipe.json", "--nproc", "1", "parallel=fsdp", "--fresh")

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import fsspec
@@ -14,6 +13,7 @@ from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
 from tests.object_server import BUCKET, ObjectServer
 from tests.parity.training import equal_tensors, tensors_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -50,11 +50,7 @@ def events(run, name):
 
 def await_events(run, name, job, count):
     """Wait for `count` events of this name; a download restores earlier ones."""
-    deadline = time.monotonic() + 120
-    while len(events(run, name)) < count:
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline, f"{name}: {events(run, name)}"
-        time.sleep(0.02)
+    wait_until(lambda: len(events(run, name)) >= count, 120, job, say=lambda: f"{name}: {events(run, name)}")
 
 
 def test_a_run_that_lost_its_machine_equals_an_uninterrupted_one(echelon, server, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import random
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -11,19 +10,11 @@ import pytest
 
 from tests.dist.command import assert_no_orphan, finish, marked_processes, start, write_recipe
 from tests.hub_server import HubServer, push_model
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("echelon")]
-
-
-def await_state(job, is_reached, seconds=120):
-    """Wait until a condition holds; fail if the command ends first."""
-    deadline = time.monotonic() + seconds
-    while not is_reached():
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def has_computed(job, seconds):
@@ -47,7 +38,9 @@ def test_training_of_a_tokenizer(tmp_path, number):
     (tmp_path / "text.txt").write_text(random.Random(1).randbytes(8_000_000).hex())
     job = start("data", "recipe.json", cwd=tmp_path)
     assert job.stdout.readline().startswith("tokenizer: training byte-level BPE")
-    await_state(job, lambda: any(sum(each.cpu_times()[:2]) > 1 for each in marked_processes() if each.pid != job.pid))
+    wait_until(
+        lambda: any(sum(each.cpu_times()[:2]) > 1 for each in marked_processes() if each.pid != job.pid), 120, job
+    )
     assert_stopped(job, number)
     assert [path.suffix for path in (tmp_path / "runs" / "prepared").iterdir()] == [".lock"]
 
@@ -58,7 +51,7 @@ def test_tokenizing_in_the_process_of_the_command(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{n:x} and {n * n:x}\n" for n in range(4_000_000)))
     job = start("data", "--prepare", "recipe.json", cwd=tmp_path)
     prepared = tmp_path / "runs" / "prepared"
-    await_state(job, lambda: list(prepared.glob("*.partial/*.bin")))
+    wait_until(lambda: list(prepared.glob("*.partial/*.bin")), 120, job)
     assert_stopped(job, signal.SIGINT)
     assert [path.suffix for path in prepared.iterdir()] == [".lock"]
 
@@ -72,9 +65,9 @@ def test_downloads(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     write_recipe(tmp_path, model={"config": None, "checkpoint": "team/base"}, tokenizer=None)
     job = start("train", "recipe.json", "--nproc", "1", cwd=tmp_path)
-    await_state(job, hub.downloads)
+    wait_until(hub.downloads, 120, job)
     hub.slow = 10_000.0
-    await_state(job, lambda: sum(hub.downloads().values()) > 2)
+    wait_until(lambda: sum(hub.downloads().values()) > 2, 120, job)
     assert_stopped(job, signal.SIGTERM, "stopped by {} before training began; start the same command again")
     assert not (tmp_path / "runs" / "tiny" / "recipe.yaml").exists()
     hub.stop()
@@ -84,7 +77,7 @@ def test_downloads(tmp_path, monkeypatch):
 def test_calibration(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     job = start("plan", "--calibrate", cwd=tmp_path)
-    await_state(job, lambda: len(marked_processes()) > 2)
+    wait_until(lambda: len(marked_processes()) > 2, 120, job)
     assert_stopped(job, signal.SIGTERM)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -94,7 +87,7 @@ def test_a_search_for_plans(tmp_path):
     large = ["train.global_batch_tokens=1073741824", "train.tokens=null", "train.steps=1000"]
     recipe = str(ROOT / "recipes" / "pretrain-1.3b.yaml")
     job = start("plan", recipe, *large, "--devices", "16384xH100", "--by", "time", cwd=tmp_path)
-    await_state(job, has_computed(job, 0.8))
+    wait_until(has_computed(job, 0.8), 120, job)
     assert_stopped(job, signal.SIGINT)
 
 
@@ -113,11 +106,11 @@ def big_run(echelon, tmp_path):
 @pytest.mark.slow
 def test_export_and_evaluation(big_run, tmp_path):
     job = start("export", str(big_run), "out", cwd=tmp_path)
-    await_state(job, (tmp_path / ".writing-out").exists)
+    wait_until((tmp_path / ".writing-out").exists, 120, job)
     assert_stopped(job, signal.SIGTERM)
     assert not list(tmp_path.glob("*out"))
 
     (tmp_path / "more.txt").write_text("some more text. " * 200_000)
     job = start("eval", str(big_run), "--data", "more.txt", "--nproc", "1", cwd=tmp_path)
-    await_state(job, has_computed(job, 8))
+    wait_until(has_computed(job, 8), 120, job)
     assert_stopped(job, signal.SIGTERM)

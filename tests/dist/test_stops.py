@@ -7,7 +7,17 @@ import time
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import EXACT, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
+from tests.dist.command import (
+    assert_no_orphan,
+    await_line,
+    exact_rows,
+    finish,
+    process_of,
+    read_events,
+    read_lines,
+    start,
+    write_recipe,
+)
 from tests.parity.training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
@@ -27,12 +37,8 @@ def run(tmp_path):
     return RunFolder(tmp_path / "runs" / "tiny")
 
 
-def exact_rows(run):
-    return [[row[key] for key in EXACT] for row in read_lines(run.metrics_path) if row["kind"] == "train"]
-
-
 def last_stop(run):
-    return [row for row in read_lines(run.events_path) if row["event"] == "signal"][-1]
+    return read_events(run, "signal")[-1]
 
 
 @pytest.mark.slow

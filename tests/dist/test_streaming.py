@@ -22,14 +22,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from tests.dist.command import assert_no_orphan, await_line, exact_rows, finish, start, write_recipe
 from tests.object_server import BUCKET, bucket_served
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 NUM_OBJECTS = 40
 STEPS = 100
-EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 CONFIG = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
           "num_attention_heads": 2}  # fmt: skip
 
@@ -50,10 +49,6 @@ def write_objects(folder):
 
 def is_of_text(method, path):
     return method == "GET" and path.endswith(".txt")
-
-
-def rows(run, keys=EXACT):
-    return [tuple(row[key] for key in keys) for row in read_lines(run.metrics_path) if row["kind"] == "train"]
 
 
 def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_path):
@@ -77,7 +72,7 @@ def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_
     ending = echelon("train", "recipe.json", "--nproc", "2", *given)
     assert ending.code == 0, ending
     straight = RunFolder(tmp_path / "runs" / "whole")
-    assert len(rows(straight)) == STEPS
+    assert len(exact_rows(straight)) == STEPS
 
     # The first step comes before a twentieth of the text is read.
     run = RunFolder(tmp_path / "runs" / "tiny")
@@ -106,13 +101,13 @@ def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_
     server.num_cut = 2
     ending = echelon("train", "recipe.json", "--nproc", "2")
     assert ending.code == 0 and "Resuming from step-" in ending.out, ending
-    assert slow and rows(run) == rows(straight)
+    assert slow and exact_rows(run) == exact_rows(straight)
     assert len(list(chunks.glob("*.json"))) < NUM_OBJECTS / 2, "it read no more than it needed"
 
     # Another number of ranks feeds the same batches.
     ending = echelon("train", "recipe.json", "--nproc", "1", "run.name=one")
     keys = ("step", "tokens", "batch_hash")
-    assert ending.code == 0 and rows(RunFolder(tmp_path / "runs" / "one"), keys) == rows(straight, keys)
+    assert ending.code == 0 and exact_rows(RunFolder(tmp_path / "runs" / "one"), keys) == exact_rows(straight, keys)
 
 
 def test_packed_conversations_are_streamed_exactly(echelon, server, tmp_path):
@@ -151,8 +146,8 @@ def test_packed_conversations_are_streamed_exactly(echelon, server, tmp_path):
     assert ending.code == 0 and "Resuming from step-" in ending.out, ending
     run, whole = (RunFolder(tmp_path / "runs" / name) for name in ("tiny", "straight"))
     keys = ("step", "tokens", "batch_hash")
-    assert len(rows(whole)) == 30 and rows(run, keys) == rows(whole, keys)
-    losses = [np.array([row[0] for row in rows(part, ("loss",))]) for part in (run, whole)]
+    assert len(exact_rows(whole)) == 30 and exact_rows(run, keys) == exact_rows(whole, keys)
+    losses = [np.array([row[0] for row in exact_rows(part, ("loss",))]) for part in (run, whole)]
     assert np.allclose(*losses, rtol=1e-5)
 
 
@@ -181,13 +176,13 @@ def test_an_object_that_changes_under_a_run_stops_it(echelon, server, tmp_path):
     assert changed and ending.code == 2, ending
     assert f"{address}/02.txt changed since the data was listed: its version is " in ending.err
     run = RunFolder(tmp_path / "runs" / "tiny")
-    assert rows(run)[-1][0] < STEPS
+    assert exact_rows(run)[-1][0] < STEPS
     again = echelon("train", "recipe.json", "--nproc", "2")
     assert again.code == 2 and "the data differs from that of the run" in again.err, again
     store.put_file(str(tmp_path / "text" / "02.txt"), f"{address}/02.txt")
     server.before = lambda method, path: None
     restored = echelon("train", "recipe.json", "--nproc", "2")
-    assert restored.code == 0 and rows(run)[-1][0] == STEPS, restored
+    assert restored.code == 0 and exact_rows(run)[-1][0] == STEPS, restored
 
 
 def certify(folder):
@@ -256,7 +251,7 @@ def test_files_of_an_https_server_give_the_batches_of_the_same_files_here(tmp_pa
             arguments = ("train", "recipe.json", "--nproc", "2")
             ending = finish(start(*arguments, cwd=tmp_path, SSL_CERT_FILE=str(certificate)), 300)
             assert ending.code == 0, ending
-            found.append(rows(RunFolder(tmp_path / "runs" / ("far" if place == address else "near"))))
+            found.append(exact_rows(RunFolder(tmp_path / "runs" / ("far" if place == address else "near"))))
         assert found[0] == found[1] and len(found[0]) == 10
         # The file changes: a resume says so.
         (tmp_path / "text" / "a.txt").write_text("other text\n" * 20_000)

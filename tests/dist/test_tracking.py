@@ -3,10 +3,8 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
@@ -16,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echelon.ground.sockets import find_free_port
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from tests.dist.command import await_line, finish, read_lines, start, write_recipe
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -25,16 +25,13 @@ SECRET = "hf_AbCdEf0123456789"
 
 
 @pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command in a temporary folder, with secrets in its environment; no process may outlive the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+def echelon(echelon, monkeypatch):
+    """The command, with secrets in its environment."""
     for name in ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(name, SECRET)
     for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
+    return echelon
 
 
 def open_client(uri):
@@ -102,7 +99,7 @@ def check_model(client, run_id):
 def test_an_absent_server_does_not_stop_training(echelon, tmp_path):
     """The address contains a password, which is never shown."""
     write_recipe(tmp_path, train={"steps": 3}, track=["mlflow"])
-    address = f"http://me:{SECRET}@127.0.0.1:{free_port()}"
+    address = f"http://me:{SECRET}@127.0.0.1:{find_free_port('127.0.0.1')}"
     ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address))
     assert ending.code == 0, ending
     [line] = [line for line in ending.out.splitlines() if "mlflow fails" in line]
@@ -121,17 +118,11 @@ def test_a_failed_run_reports_its_cause_despite_its_tracker(echelon, tmp_path):
     assert ending.code == 1 and "both must be finite" in ending.err, ending
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class MlflowServer:
     """A real `mlflow server` on a SQLite store, which can be killed and started again."""
 
     def __init__(self, folder, store="server.db"):
-        self._folder, self._store, self._port = folder, folder / store, free_port()
+        self._folder, self._store, self._port = folder, folder / store, find_free_port("127.0.0.1")
         self.uri = f"http://127.0.0.1:{self._port}"
 
     def start(self):
@@ -140,10 +131,7 @@ class MlflowServer:
         command += ["--artifacts-destination", str(self._folder / "artifacts")]
         with (self._folder / "server.log").open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 300
-        while not self._is_healthy():
-            assert time.monotonic() < deadline and self._process.poll() is None
-            time.sleep(0.2)
+        wait_until(self._is_healthy, 300, self._process)
 
     def kill(self):
         """SIGKILL, to it and all its workers."""

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from echelon.ground.quiet_imports import garbage_kept
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.warm_start import WarmStart
 from tests.dist.command import MARK, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")]
 
@@ -38,10 +38,7 @@ def fork(warm, place, order):
 
 
 def await_file(path):
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
+    wait_until(path.exists, say=lambda: path)
     return json.loads(path.read_text())
 
 

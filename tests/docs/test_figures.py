@@ -2,20 +2,38 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from echelon.planner.choose import resolve_plan
+from echelon.cli.api.quoting import PUBLISHED_HIGH, PUBLISHED_LOW
+from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
+from echelon.planner.hardware.instances import cluster_of, find_instance
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.rates import GPU_RATES
 from echelon.planner.shape import build_shape
+from echelon.planner.time import estimate_time
 from echelon.recipe.difference import RESUMABLE
+from echelon.recipe.document import Recipe
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.training.metrics import StepMetrics, train_row
 from parity_table import RESULTS, render_page, split_rows
+from planner_accuracy import (
+    Case,
+    estimate,
+    plan_as_echelon,
+    render_error_bar,
+    render_memory,
+    render_time,
+    score_shipped,
+)
+from published import read_rows
+from published_fits import report_fits
+from published_memory import score_memory
 from tests.parity.parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
 from tests.parity.published_rows import read_measured
 from tests.parity.training import HALF_LOSS, HALF_NORM, LOSS, NORM, bounds
@@ -125,3 +143,93 @@ def test_the_parity_page_shows_the_measurements() -> None:
     for each in (*strategies, *divided):
         loss, norm = bounds(each.row)
         assert each.equal and each.difference.loss <= loss and each.difference.norm <= norm, each.name
+
+
+SEQUENCES = (Path(__file__).parents[2] / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+METHODS = ("allgather", "ulysses", "ring")
+CLUSTER = cluster_of(find_instance("p5.48xlarge"), 1)
+ROOMY = replace(CLUSTER, accelerator=replace(CLUSTER.accelerator, memory_bytes=None))
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 1048576,
+}  # fmt: skip
+LENGTHS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in SEQUENCES.partition("## Plans for long sequences")[2].splitlines()
+    if re.match(r"\| [\d,]+ \||\| [\d,]+, with", line)
+]
+
+
+@cache
+def plan(length, method, tiles, offloads):
+    """GiB of a process, and seconds of a step."""
+    shape = build_shape(LLAMA)
+    train = {
+        "steps": 10, "global_batch_size": 1, "precision": "bf16", "activation_offloading": offloads,
+        "activation_checkpointing": {"mlp_tiles": 8} if tiles else "full",
+    }  # fmt: skip
+    recipe = Recipe.model_validate({
+        "run": {"name": "long"}, "model": {"config": LLAMA}, "tokenizer": "bytes", "train": train,
+        "data": {"train": "text.txt", "sequence_len": length}, "optim": {"learning_rate": 1e-4},
+        "parallel": {"cp": 8, "cp_method": method},
+    })  # fmt: skip
+    found = resolve_plan(recipe, shape, ROOMY)
+    return estimate_memory(shape, found).total / 2**30, estimate_time(shape, found, CLUSTER).total
+
+
+@pytest.mark.parametrize("row", LENGTHS, ids=lambda row: row[0])
+def test_a_row_of_the_table(row):
+    length, offloads = int(row[0].split(", with")[0].replace(",", "")), "offloading" in row[0]
+    found = {method: plan(length, method, False, offloads) for method in METHODS}
+    usable = CLUSTER.accelerator.memory_bytes * (1 - MEMORY_HEADROOM) / 2**30
+    tiled = plan(length, "ulysses", True, offloads)[0]
+    for cell, memory in zip(row[1:4], (found["allgather"][0], found["ulysses"][0], tiled), strict=True):
+        assert float(cell.split(":")[0]) == pytest.approx(memory, abs=0.06), row
+        assert ("does not fit" in cell) == (memory > usable), row
+    assert found["ring"][0] == pytest.approx(found["ulysses"][0], abs=0.06)
+    for cell, method in zip(row[4:7], METHODS, strict=True):  # a tenth: what a step takes is predicted anew often
+        assert float(cell) == pytest.approx(found[method][1], rel=0.1), (row, method)
+
+
+def test_all_rows_are_read():
+    assert len(LENGTHS) == 4
+
+
+ACCURACY = (ROOT / "docs" / "planner-accuracy.md").read_text(encoding="utf-8")
+REPORT = (ROOT / "benchmarks" / "results" / "planner-accuracy.md").read_text(encoding="utf-8")
+
+
+def read_table(title):
+    """The lines of the table below a heading of the report."""
+    lines = REPORT.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    end = next((number for number in range(start, len(lines)) if not lines[number].startswith("|")), len(lines))
+    return lines[start:end]
+
+
+def read_timed():
+    return [each for each in read_rows() if isinstance(each, Case) and each.seconds is not None]
+
+
+def test_the_page_has_the_tables_of_the_report():
+    for title in ("Step time", "Memory of each source's program", "Memory: which runs fit"):
+        assert "\n".join(read_table(title)) in ACCURACY, title
+
+
+def test_the_report_is_that_of_this_planner():
+    """All but the constants that were fitted without a source, which take minutes: its columns 7 and 8."""
+    timed = read_timed()
+    own = score_shipped(timed, lambda case: estimate(case, GPU_RATES))
+    planned = score_shipped(timed, plan_as_echelon)
+    now = render_time(planned, own, own)
+    assert [line.split("|")[:7] for line in read_table("Step time")] == [line.split("|")[:7] for line in now]
+    assert render_error_bar(planned) in REPORT
+    kept, _ = score_memory([each for each in read_rows() if isinstance(each, Case)])
+    assert read_table("Memory of each source's program") == render_memory(kept)
+    assert "\n".join(report_fits(timed)).strip() in REPORT
+
+
+def test_the_error_bar_of_a_quote_is_that_of_the_report():
+    words = f"10th percentile {PUBLISHED_LOW:.2f}, 90th percentile {PUBLISHED_HIGH:.2f}."
+    assert words in REPORT
+    assert f"between {PUBLISHED_LOW:.2f} and {PUBLISHED_HIGH:.2f} times as long" in (ROOT / "docs/cost.md").read_text()

@@ -16,6 +16,7 @@ import pytest
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import finish, read_lines, start, write_recipe
 from tests.faults.losses import JOINED, LOST, Struck
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("marked")]
 
@@ -68,11 +69,7 @@ class Job(Struck):
         return self.run.rows.last_step()
 
     def until(self, holds):
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not holds():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, (self.last_step(), self.events(LOST, JOINED))
-            time.sleep(LOOK_SECONDS)
+        wait_until(holds, PATIENCE_SECONDS, self.process, say=lambda: (self.last_step(), self.events(LOST, JOINED)))
 
     def end(self, code=0):
         ending = finish(self.process, PATIENCE_SECONDS)

@@ -1,9 +1,7 @@
 """A real Kubernetes API server with etcd and the operators' CRDs, but without operators."""
 
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,9 +11,11 @@ from typing import Any
 from kubernetes import client, config
 from urllib3.exceptions import HTTPError
 
+from echelon.ground.sockets import find_free_port
 from echelon.launch.kubernetes.pod import JobKind
 from tests.unit.launch.kubernetes.kubernetes_schemas import find_schema, inline
 from tests.unit.launch.kubernetes.kubernetes_server import write_kubeconfig
+from tests.waiting import wait_until
 
 START_SECONDS = 120
 ADMIN, GUEST = "of-the-admin", "of-a-guest"
@@ -74,17 +74,7 @@ class RealCluster:
 
 
 def await_true(condition: Any) -> None:
-    until = time.monotonic() + START_SECONDS
-    while not condition():
-        assert time.monotonic() < until, "the API server does not come up"
-        time.sleep(0.2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    wait_until(condition, START_SECONDS, say=lambda: "the API server does not come up")
 
 
 @contextmanager
@@ -94,8 +84,8 @@ def real_cluster(folder: Path) -> Iterator[RealCluster]:
     subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
     tokens = folder / "tokens.csv"
     tokens.write_text(f'{ADMIN},admin,1,"system:masters"\n{GUEST},guest,2\n')
-    store_url, peer_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    port = free_port()
+    store_url, peer_url = (f"http://127.0.0.1:{find_free_port('127.0.0.1')}" for _ in range(2))
+    port = find_free_port("127.0.0.1")
     etcd = [
         "etcd", "--data-dir", str(folder / "etcd"), "--listen-client-urls", store_url,
         "--advertise-client-urls", store_url, "--listen-peer-urls", peer_url,

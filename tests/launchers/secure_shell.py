@@ -2,11 +2,11 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.namespaces import Machine
+from tests.waiting import wait_until
 
 _SSHD = "/usr/sbin/sshd"
 
@@ -43,10 +43,7 @@ def serve_ssh(network: Sequence[Machine], folder: Path) -> list[str]:
 
 
 def _await_port(machine: Machine) -> None:
-    deadline = time.monotonic() + 20
-    while b"\n" not in _greeting(machine):
-        assert time.monotonic() < deadline, f"no sshd on {machine.name}"
-        time.sleep(0.1)
+    wait_until(lambda: b"\n" in _greeting(machine), 20, say=lambda: f"no sshd on {machine.name}")
 
 
 def _greeting(machine: Machine) -> bytes:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import wait_until
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 NODES = ("n1", "n2", "n3")
 _START_SECONDS = 60
@@ -152,11 +154,10 @@ def _count_idle(env: dict[str, str]) -> int:
 
 
 def _await(condition, folder: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not condition():
-        logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
-        assert time.monotonic() < deadline, f"Slurm does not start:\n{logs}"
-        time.sleep(0.2)
+    def read_logs() -> str:
+        return "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+
+    wait_until(condition, _START_SECONDS, say=read_logs)
 
 
 def _stop(daemons: list[subprocess.Popen[bytes]], env: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
+from echelon.ground.sockets import find_free_port
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.supervise.meeting import TorchStore
 from tests.dist.command import (
@@ -19,6 +20,7 @@ from tests.dist.command import (
     marked_processes,
     read_lines,
     start,
+    train_rows,
     write_recipe,
 )
 from tests.parity.training import LOSS
@@ -37,8 +39,7 @@ def _no_process_is_left(monkeypatch, tmp_path):
 @pytest.fixture
 def agents(tmp_path):
     """Starts the agents of two machines that share a folder; the first one runs the store."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
 
     def start_both(*arguments):
         command = ("train", "recipe.json", "--nproc", "1", "--nodes", "2", "--rendezvous", place, *arguments)
@@ -74,10 +75,6 @@ def find_rank(rank):
     """The process of a rank in this test."""
     [found] = [each for each in marked_processes() if each.environ().get("RANK") == str(rank)]
     return found
-
-
-def train_rows(run):
-    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
 
 
 def train_alone(folder, steps):
@@ -163,8 +160,7 @@ def test_no_machine_waits_if_all_are_told_to_stop(agents, tmp_path, monkeypatch)
 
 def test_each_machine_tells_the_loss_of_another_one(tmp_path):
     write_recipe(tmp_path, train={"steps": 5000, "global_batch_size": 6}, checkpoint={"every": 10})
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
     command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
     coordinator = start(*command, cwd=tmp_path)
     await_listener(place, coordinator)
@@ -190,8 +186,7 @@ def test_a_refusal_is_printed_once_and_ends_all(agents, tmp_path):
 def test_a_stop_during_the_rendezvous_ends_all_immediately(tmp_path):
     """No rank can save yet, so the agents do not wait for the notice time of 60 s."""
     write_recipe(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
     command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
     coordinator = start(*command, cwd=tmp_path)
     await_listener(place, coordinator)

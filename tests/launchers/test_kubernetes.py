@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from echelon.run.folder.run_folder import RunFolder
 from tests.launchers.kube_cluster import GUEST, missing_programs, real_cluster
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
 from tests.unit.recipe_samples import load_text
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -168,10 +168,7 @@ def test_sigterm_to_a_pods_first_process_saves(tmp_path):
         )
     try:
         folder = RunFolder(data / "runs" / "small")
-        until = time.monotonic() + 120
-        while not folder.rows.last_step():
-            assert pod.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
-            time.sleep(0.2)
+        wait_until(folder.rows.last_step, 120, pod, say=lambda: (tmp_path / "log").read_text())
         (first,) = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)
         assert pod.wait(60) == 3, (tmp_path / "log").read_text()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import await_line, read_lines, write_recipe
+from tests.dist.command import await_line, read_events, train_rows, write_recipe
 from tests.dist.test_elastic import await_count
 from tests.namespaces import machines, namespaces_allowed
 from tests.parity.training import LOSS
@@ -61,14 +61,6 @@ def finish(*processes, seconds=120):
     return [process.returncode for process in processes], outputs
 
 
-def rows(run):
-    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
-
-
-def events(run, name):
-    return [row for row in read_lines(run.events_path) if row["event"] == name]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The rows of the same recipe trained by one process, by number of steps."""
@@ -80,7 +72,7 @@ def whole(tmp_path_factory):
             write_recipe(folder, train={"steps": steps, "log_every": 500}, optim=GENTLE)
             command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1"]
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
-            found[steps] = rows(RunFolder(folder / "runs" / "tiny"))
+            found[steps] = train_rows(RunFolder(folder / "runs" / "tiny"))
         return found[steps]
 
     return train
@@ -99,7 +91,7 @@ def test_two_machines_equal_one_process(tmp_path, whole):
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network))
     assert codes == [0, 0], outputs
     assert "plan: ddp on 2 process" in outputs[0] + outputs[1]
-    assert_same(rows(RunFolder(tmp_path / "runs" / "tiny")), whole(40))
+    assert_same(train_rows(RunFolder(tmp_path / "runs" / "tiny")), whole(40))
 
 
 def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
@@ -122,7 +114,7 @@ def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
     assert [outputs[0].count(f"plan: ddp on {count} process") for count in (1, 2)] == [1, 2], outputs[0]
     after_loss = outputs[0].partition("restart 1 of ")[2] + outputs[1]
     assert after_loss.count("useful time (goodput)") == 1, after_loss  # not where the new host joins
-    assert_same(rows(run), whole(steps))
+    assert_same(train_rows(run), whole(steps))
 
 
 def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
@@ -147,7 +139,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine(tmp_path, whole):
     assert "machine node-3 (" in outputs[0] and "a spare, takes the place of another one" in outputs[0]
     assert "this machine was a spare, and now takes the place of another one" in said
     assert said.count("plan: ddp on 2 process") == 2, said
-    assert_same(rows(run), whole(steps))
+    assert_same(train_rows(run), whole(steps))
 
 
 @pytest.fixture
@@ -185,13 +177,13 @@ def test_a_spare_replaces_the_first_machine_where_the_store_is_outside(tmp_path,
         lost_at = time.time()
         others = [agent for agent in agents if agent is not agents[lost]]
         await_count(run, "recovered", 1, others[0], seconds=240)
-        print("seconds", events(run, "recovered")[0]["time"] - lost_at)
+        print("seconds", read_events(run, "recovered")[0]["time"] - lost_at)
         finish(agents[lost])
         codes, outputs = finish(*others, seconds=300)
     assert codes == [0, 0], outputs
     assert f"1 of 2 machines stopped responding: {role}" in "".join(outputs), outputs
-    assert [row["number"] for row in events(run, "restart")] == [1]
-    assert_same(rows(run), whole(steps))
+    assert [row["number"] for row in read_events(run, "restart")] == [1]
+    assert_same(train_rows(run), whole(steps))
 
 
 SLOW = """
@@ -230,9 +222,9 @@ def test_a_spare_takes_the_place_of_a_slow_machine(tmp_path, whole):
     assert codes == [0, 3, 0], outputs
     assert "this machine is slow; a spare takes its place" in outputs[1] and "is a spare" in outputs[2], outputs
     # On a busy machine others may be slow too; when they are, no spare is left.
-    assert "node-2" in [found["host"] for found in events(run, "straggler")]
-    assert not events(run, "failure")
-    assert_same(rows(run), whole(1500))
+    assert "node-2" in [found["host"] for found in read_events(run, "straggler")]
+    assert not read_events(run, "failure")
+    assert_same(train_rows(run), whole(1500))
 
 
 def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole):
@@ -257,4 +249,4 @@ def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network))
     assert codes == [0, 0], outputs
     assert "Resuming from step-" in outputs[0] + outputs[1]
-    assert_same(rows(run), whole(600))
+    assert_same(train_rows(run), whole(600))

@@ -6,7 +6,6 @@ Slurm counts the GPUs of its nodes without looking for them, so it grants what t
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from echelon.ground.sockets import find_free_port
 from echelon.launch.kubernetes import launcher as kubernetes
 from echelon.launch.kubernetes.pod import RECIPE_PATH
 from echelon.launch.records import make_job
@@ -39,15 +39,14 @@ def slurm():
         yield cluster
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def launch(slurm, folder, *overrides):
     """Launch a job for two machines and wait for its end; return what `echelon status` says, and its output."""
     (folder / "text.txt").write_text(TEXT)
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE, "ECHELON_RENDEZVOUS": f"127.0.0.1:{free_port()}"}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": SOURCE,
+        "ECHELON_RENDEZVOUS": f"127.0.0.1:{find_free_port('127.0.0.1')}",
+    }
     settings = {"python": sys.executable, "env": env, "nodes": 2, "nproc_per_node": 1}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "launch": settings}))
 
@@ -113,7 +112,7 @@ def test_the_command_of_a_pod_is_refused(tmp_path, kind):
     if kind == "hyperpod":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         command = [*launcher, *command[command.index("-m", 3) :]]
-    command = [re.sub(r"tiny-\d+-\d+-\S+:29400", f"127.0.0.1:{free_port()}", word) for word in command]
+    command = [re.sub(r"tiny-\d+-\d+-\S+:29400", f"127.0.0.1:{find_free_port('127.0.0.1')}", word) for word in command]
     env = {**os.environ, **{each["name"]: each["value"] for each in container["env"]}, "PYTHONPATH": SOURCE}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == (1 if kind == "hyperpod" else 2), done.stderr  # 1: torchrun's own code
@@ -124,7 +123,7 @@ def test_the_command_of_a_pod_is_refused(tmp_path, kind):
 
 def test_one_host_without_its_gpus_ends_the_job_on_all(tmp_path):
     write_recipe(tmp_path, train={"steps": 100000})
-    place = f"127.0.0.1:{free_port()}"
+    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
     command = ("train", "recipe.json", "--nproc", "1", "--nodes", "2", "--rendezvous", place)
     first = start(*command, cwd=tmp_path)
     time.sleep(1)

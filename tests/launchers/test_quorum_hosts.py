@@ -17,6 +17,7 @@ from tests.dist.command import finish, read_lines, start, write_recipe
 from tests.faults.losses import JOINED, LOST, MACHINES, Loss, keep
 from tests.faults.test_quorum import MODEL, assert_same_rows
 from tests.namespaces import machines, namespaces_allowed
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.dist,
@@ -66,11 +67,12 @@ class Job:
 
     def until(self, holds, agent="node-1"):
         """Wait until something holds, while the agent of a machine runs, by default that of the first one."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not holds():
-            assert self.agents[agent].poll() is None, self.agents[agent].communicate()
-            assert time.monotonic() < deadline, (self.run.rows.last_step(), self.events(LOST, JOINED))
-            time.sleep(0.02)
+        wait_until(
+            holds,
+            PATIENCE_SECONDS,
+            self.agents[agent],
+            say=lambda: (self.run.rows.last_step(), self.events(LOST, JOINED)),
+        )
 
     def last_step(self):
         return (self.run.rows.last_step() or 0) if self.run.metrics_path.exists() else 0
@@ -119,10 +121,7 @@ class Job:
         run, last = RunFolder(self.folder / "runs" / "alone"), self.last_step()
         words = ["run.dir=runs/alone", "sync={name: every_step}", "fault.on_lost_process=restart", "parallel=ddp"]
         process = start("train", "recipe.json", "--nproc", "1", *words, cwd=self.folder, OMP_NUM_THREADS="1")
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not run.metrics_path.exists() or (run.rows.last_step() or 0) <= last:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: run.metrics_path.exists() and (run.rows.last_step() or 0) > last, PATIENCE_SECONDS, process)
         process.terminate()
         assert finish(process, PATIENCE_SECONDS).code == 3
         assert last >= 10

@@ -17,6 +17,7 @@ from tests.dist.command import read_lines, write_recipe
 from tests.launchers.ray_cluster import ray_cluster, ray_missing
 from tests.namespaces import machines, namespaces_allowed
 from tests.parity.training import LOSS
+from tests.waiting import wait_until
 
 WHY_NOT = namespaces_allowed() or ray_missing()
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
@@ -74,10 +75,9 @@ class Desk:
         return out
 
     def await_step(self, step, job, seconds=120):
-        until = time.monotonic() + seconds
-        while not (rows := self.rows()) or rows[-1]["step"] < step:
-            assert time.monotonic() < until, self("logs", job)[1]
-            time.sleep(0.1)
+        wait_until(
+            lambda: (rows := self.rows()) and rows[-1]["step"] >= step, seconds, say=lambda: self("logs", job)[1]
+        )
 
     def await_log(self, job, words, seconds=120):
         until = time.monotonic() + seconds
@@ -188,10 +188,9 @@ def test_an_elastic_job_goes_on_without_a_lost_machine_and_takes_it_back(desk, c
         cluster.await_nodes()
     log = desk.await_log(job, f"ray: {lost.name} joins")
     assert log.count(" joins") == 1
-    until = time.monotonic() + 120
-    while desk("logs", job)[1].count("plan: ddp on 3 processes") < 2:
-        assert time.monotonic() < until, desk("logs", job)[1]
-        time.sleep(1)
+    wait_until(
+        lambda: desk("logs", job)[1].count("plan: ddp on 3 processes") >= 2, 120, say=lambda: desk("logs", job)[1]
+    )
     assert desk("cancel", job)[0] == 0
     desk.await_state(job, "stopped")
     steps = [row["step"] for row in desk.rows()]

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import await_line, finish, start, write_recipe
+from tests.dist.command import await_line, finish, read_events, start, train_rows, write_recipe
 from tests.launchers.secure_shell import serve_ssh, ssh_missing
-from tests.launchers.test_lost_machines import PIPES, events, rows, start_agent
+from tests.launchers.test_lost_machines import PIPES, start_agent
 from tests.launchers.test_lost_machines import finish as finish_agents
 from tests.launchers.test_ssh_hosts import keys
 from tests.launchers.test_ssh_hosts import run as run_on
@@ -31,7 +31,7 @@ def train_here(folder):
     command = ("train", "recipe.json", "--nproc", "2", "run.name=here")
     ending = finish(start(*command, cwd=folder, OMP_NUM_THREADS="1"), 120)
     assert ending.code == 0, ending
-    return rows(RunFolder(folder / "runs" / "here"))
+    return train_rows(RunFolder(folder / "runs" / "here"))
 
 
 def assert_same(ours, theirs, sync):
@@ -50,7 +50,7 @@ def test_launched_by_ssh(tmp_path, sync):
         code, out, err = run_on(desk, "launch", *words)
     assert code == 0, out + err
     assert f"sync: {sync['name']}, 2 " in out
-    assert_same(rows(RunFolder(tmp_path / "runs" / "tiny")), train_here(tmp_path), sync)
+    assert_same(train_rows(RunFolder(tmp_path / "runs" / "tiny")), train_here(tmp_path), sync)
 
 
 @pytest.mark.parametrize("sync", WAYS.values(), ids=WAYS)
@@ -62,7 +62,7 @@ def test_started_by_plain_torchrun(tmp_path, sync):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         codes, outputs = finish_agents(*(each.start(command, env=environment, **PIPES) for each in network))
     assert codes == [0, 0], outputs
-    assert_same(rows(RunFolder(tmp_path / "runs" / "tiny")), train_here(tmp_path), sync)
+    assert_same(train_rows(RunFolder(tmp_path / "runs" / "tiny")), train_here(tmp_path), sync)
 
 
 @pytest.mark.parametrize("sync", WAYS.values(), ids=WAYS)
@@ -78,8 +78,8 @@ def test_a_process_killed_on_one_machine_restarts_all(tmp_path, sync):
         find_rank(agents[1]).kill()
         codes, outputs = finish_agents(*agents)
     assert codes == [0, 0], outputs
-    assert len(events(run, "restart")) == 1 and not events(run, "replica_lost")
-    ours = rows(run)
+    assert len(read_events(run, "restart")) == 1 and not read_events(run, "replica_lost")
+    ours = train_rows(run)
     assert [row["step"] for row in ours] == list(range(1, steps + 1))
     assert_same(ours, train_here(tmp_path), sync)
 

@@ -21,6 +21,7 @@ from tests.launchers.containers import await_end, make_image, start_hosts, sync_
 from tests.namespaces import machines, namespaces_allowed
 from tests.object_server import BUCKET, ObjectServer
 from tests.training_service import TrainingServer
+from tests.waiting import wait_until
 
 boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 reason = namespaces_allowed()
@@ -302,10 +303,7 @@ def test_a_sweep_runs_the_container_of_every_trial(image, tmp_path, monkeypatch)
         sweep = {"sweep": {"name": "lr", "sampler": "grid", "parallel": 2}, "recipe": "recipe.yaml", "search": search}
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
         process = start("sweep", "sweep.yaml", "--to", "sagemaker", cwd=tmp_path)
-        deadline = time.monotonic() + SECONDS
-        while len(jobs) < 2:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.1)
+        wait_until(lambda: len(jobs) >= 2, SECONDS, process)
         process.kill()
         process.communicate()
         ending = finish(start("sweep", "sweep.yaml", "--to", "sagemaker", cwd=tmp_path), 2 * SECONDS)

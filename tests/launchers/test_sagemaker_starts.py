@@ -34,6 +34,7 @@ from tests.launchers.test_sagemaker_hosts import (  # noqa: F401 (submit is a fi
     submit,
 )
 from tests.namespaces import machines, namespaces_allowed
+from tests.waiting import wait_until
 
 pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
 reason = namespaces_allowed()
@@ -84,10 +85,7 @@ def vault_on(machine, folder):
     argv = [sys.executable, "-c", VAULT, str(Path(__file__).parents[2]), TOKEN, str(port)]
     process = machine.start(argv, env)
     try:
-        deadline = time.monotonic() + SECONDS
-        while not port.exists() or not port.read_text():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: port.exists() and port.read_text(), SECONDS, process)
         yield {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text()}", **keys}
     finally:
         process.terminate()

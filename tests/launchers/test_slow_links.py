@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import write_recipe
-from tests.launchers.test_lost_machines import finish, rows, start_agent
+from tests.dist.command import train_rows, write_recipe
+from tests.launchers.test_lost_machines import finish, start_agent
 from tests.namespaces import machines, namespaces_allowed
 
 pytestmark = [
@@ -42,7 +42,7 @@ def train(folder, **sections):
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network), seconds=170)
         sent = count_sent(network[1])
     assert codes == [0, 0], outputs
-    return rows(RunFolder(folder / "runs" / "tiny")), sent
+    return train_rows(RunFolder(folder / "runs" / "tiny")), sent
 
 
 def test_replicas_in_two_data_centres_send_little(tmp_path):

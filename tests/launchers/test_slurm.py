@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,11 +18,13 @@ import psutil
 import pytest
 import yaml
 
+from echelon.ground.sockets import find_free_port
 from echelon.launch.records import make_job
 from echelon.launch.slurm import SlurmLauncher
 from echelon.recipe.load import load_recipe
 from tests.dist.command import EXACT, RECIPE, TEXT, finish, read_lines, start
 from tests.launchers.slurm_cluster import SlurmCluster, find_obstacle, slurm_cluster
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,10 +47,7 @@ def no_job_left(slurm):
     yield
     slurm.call("scancel", "--user=root", "--signal=KILL", "--full", "--quiet")
     slurm.call("scancel", "--user=root", "--quiet")
-    deadline = time.monotonic() + 60
-    while slurm.call("squeue", "--noheader").strip():
-        assert time.monotonic() < deadline, slurm.call("squeue")
-        time.sleep(0.2)
+    wait_until(lambda: not slurm.call("squeue", "--noheader").strip(), say=lambda: slurm.call("squeue"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,7 @@ def desk(slurm, tmp_path):
     folder = tmp_path / "it's $HOME #1"
     folder.mkdir()
     (folder / "text.txt").write_text(TEXT)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = find_free_port("127.0.0.1")
     source = str(Path(sys.modules["echelon"].__file__).parents[1])
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "ECHELON_RENDEZVOUS": f"127.0.0.1:{port}"}
     launch = {"python": sys.executable, "nproc_per_node": 1, "env": env, "slurm": {"gpus_per_node": 0}}
@@ -258,10 +255,8 @@ def test_each_machine_names_a_file_that_it_does_not_see(desk):
 
 def test_elastic_job_continues_when_a_machine_is_lost(desk):
     name, number = desk.launch("launch.nodes='1:2'", "launch.slurm.options.cpus-per-task=1", *LONG)
-    deadline = time.monotonic() + 90
-    while "plan: ddp on 2 processes" not in desk.output(name):  # one machine may have begun alone
-        assert time.monotonic() < deadline, desk.output(name)
-        time.sleep(0.2)
+    # One machine may have begun alone.
+    wait_until(lambda: "plan: ddp on 2 processes" in desk.output(name), 90, say=lambda: desk.output(name))
     desk.await_step(20)
     assert desk.slurm.field(number, "NumNodes") == "2"
     # Both nodes have the same address, so the store may be in either task.
@@ -427,10 +422,7 @@ def test_killed_sweep_of_a_grid_is_one_array_and_a_failing_trial_one_of_four(des
         search={"optim.learning_rate": rates},
     )
     process = start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env)
-    deadline = time.monotonic() + 90
-    while not list(desk.folder.glob("sweeps/lr/trials/*/metrics.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.2)
+    wait_until(lambda: list(desk.folder.glob("sweeps/lr/trials/*/metrics.jsonl")), 90, process)
     process.kill()
     assert "jobs: an array of up to 4" in process.communicate()[0]
     said = sweep(desk)
@@ -460,10 +452,7 @@ def test_stopped_sweep_cancels_its_array_and_resumes_with_another(desk):
     )
     process = start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env)
     first = desk.folder / "sweeps/lr/trials/000/metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not first.exists() or first.read_text().count('"kind": "train"') < 20:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.2)
+    wait_until(lambda: first.exists() and first.read_text().count('"kind": "train"') >= 20, 90, process)
     process.send_signal(signal.SIGTERM)
     ending = finish(process, 90)
     assert ending.code == 3 and "its trials have saved" in ending.err, ending

@@ -4,13 +4,13 @@ import json
 import math
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.dist.command import MARK, assert_no_orphan, finish, read_lines, start, write_recipe
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -49,11 +49,7 @@ def test_a_sweep_of_twelve_trials_killed_midway(here):
         search={"optim.learning_rate": rates, "optim.weight_decay": decays},
     )
     process = start("sweep", "sweep.yaml", cwd=here)
-    deadline = time.monotonic() + 200
-    while num_ended() < 5:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: num_ended() >= 5, 200, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     ending = finish(start("sweep", "sweep.yaml", cwd=here), 300)
@@ -88,10 +84,7 @@ def test_a_worse_trial_is_pruned_and_a_stopped_sweep_resumes(here):
     )
     process = start("sweep", "sweep.yaml", cwd=here)
     first = Path("sweeps/p/trials/000/metrics.jsonl")
-    deadline = time.monotonic() + 100
-    while not (first.exists() and first.stat().st_size > 3000):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: first.exists() and first.stat().st_size > 3000, 100, process)
     process.send_signal(signal.SIGTERM)
     ending = finish(process, 60)
     assert ending.code == 3 and "stopped by SIGTERM" in ending.err, ending

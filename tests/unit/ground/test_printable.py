@@ -1,4 +1,4 @@
-"""Text of strangers, in the files of a run or from a model: none of it controls a terminal or breaks a page."""
+"""Text that may be shown: of strangers none controls a terminal or breaks a page; sizes in bytes."""
 
 import json
 import logging
@@ -14,9 +14,10 @@ from echelon.cli.commands.terminal import show, show_made, show_styled
 from echelon.ground.errors import ConfigError
 from echelon.ground.logs import log_to_console
 from echelon.ground.redaction import make_encodable, make_printable
+from echelon.ground.sizes import render_bytes
 from echelon.run.report.blocks import Series
 from echelon.run.report.picture import Chart, ChartAxis, draw_picture
-from tests.unit.tools.report.test_report import Page, echelon, write_lines, write_run  # noqa: F401
+from tests.unit.tools.report.test_report import Page, write_lines, write_run
 from tests.unit.tools.report.test_watch import served
 
 # Sets a terminal's title, and colours in one byte; turns text around; the half of a pair.
@@ -113,3 +114,15 @@ def test_text_that_a_model_makes_is_exact_in_a_pipe_and_clean_on_a_terminal(monk
         monkeypatch.undo()
     assert os.read(ours, 4096).decode().rstrip("\r\n") == CLEAN
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (10.24 * 2**20, "10.2 MiB"),
+        (9.996 * 2**20, "10.0 MiB"), (99.96 * 2**20, "100 MiB"), (80e9, "74.5 GiB"), (3 * 2**40, "3.00 TiB"),
+        (5000 * 2**40, "5000 TiB"), (1023.9 * 2**20, "1024 MiB"),
+    ],
+)  # fmt: skip
+def test_sizes_have_three_digits_and_a_binary_unit(num_bytes, text):
+    assert render_bytes(num_bytes) == text

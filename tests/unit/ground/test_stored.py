@@ -25,7 +25,7 @@ from echelon.run.folder.remote import unpack_bundle, write_bundle
 from echelon.run.folder.run_folder import RunFolder
 from tests.dist.command import write_recipe
 from tests.fuzz.judge import run_in_little_memory
-from tests.unit.tools.report.test_report import echelon, write_run  # noqa: F401
+from tests.unit.tools.report.test_report import write_run
 
 KINDS = ("fifo", "zero", "device", "folder", "huge", "socket")
 

@@ -1,7 +1,9 @@
-"""Local jobs: the life of a job, with a stub for training."""
+"""Local jobs, with a stub for training, and the script lines shared by all targets, run by a real bash."""
 
 import json
+import os
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +14,11 @@ from echelon.ground.errors import ConfigError
 from echelon.launch import local
 from echelon.launch.local import LocalLauncher
 from echelon.launch.records import find_job, make_job, submit_job
+from echelon.launch.sagemaker.staging import render_start
+from echelon.launch.shell import guard_setup, join_words
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
+from tests.waiting import wait_until
 
 RECIPE = DEMO + "launch: {to: local}\n"
 TRAINING = """#!/bin/bash
@@ -54,10 +59,7 @@ def await_end(record):
 
 
 def await_line(record, line):
-    deadline = time.monotonic() + 20
-    while line not in list(LocalLauncher().logs(record, False)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: line in list(LocalLauncher().logs(record, False)), 20)
 
 
 def test_awkward_arguments_arrive_and_a_job_is_found_from_another_folder(here, tmp_path, monkeypatch):
@@ -111,3 +113,43 @@ def test_an_unused_launch_python_is_reported(here):
     recipe, _ = parse_recipe(RECIPE, "recipe.yaml", ["launch.python=/opt/python"])
     lines = LocalLauncher().check(make_job(recipe, here))
     assert lines[1:] == [f"launch.python=/opt/python is ignored on this machine; the job uses {sys.executable}"]
+
+
+def run(lines, home):
+    script = "\n".join(lines)
+    environment = {**os.environ, "HOME": str(home)}
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("setup", "failed"),
+    [
+        (["false"], "exit code 1: false"),
+        (["true", "(exit 3)", "echo never"], "exit code 3: ( exit 3 )"),
+        (["source /no/such/file"], "exit code 1: source /no/such/file"),
+        (["for each in 1 2; do", "  test $each = 1", "done"], "exit code 1: test $each = 1"),
+    ],
+)
+def test_a_line_of_setup_that_fails_ends_the_script(tmp_path, setup, failed):
+    note = tmp_path / "failure"
+    ended = run([*guard_setup(setup, str(note)), "echo trained"], tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"echelon: launch.setup failed with {failed}\n" in ended.stderr
+    assert note.read_text() == f"echelon: launch.setup failed with {failed}\n"
+
+
+def test_handled_failures_and_training_do_not_end_the_script(tmp_path):
+    setup = ["false || true", "if false; then exit 9; fi", "export NAME=value"]
+    ended = run([*guard_setup(setup), "false", 'echo "trained with $NAME"'], tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "trained with value\n", "")
+    assert guard_setup([]) == []
+
+
+def test_a_tilde_is_expanded_on_the_machine(tmp_path):
+    python = tmp_path / "an env" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$0" "$@"\n')
+    python.chmod(0o755)
+    ended = run([join_words(["~/an env/python", "-m", "echelon", "~", "a b", "$HOME"])], tmp_path)
+    assert ended.stdout == f"{python} -m echelon ~ a b $HOME\n"
+    assert render_start((), "~/venv/bin/python").startswith("#!/bin/bash\nexec ~/venv/bin/python /opt/ml/")

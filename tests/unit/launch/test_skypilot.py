@@ -1,4 +1,4 @@
-"""SkyPilot's task: its golden files, SkyPilot's own parser, the script of a machine, and the calls of `sky`."""
+"""SkyPilot's task: its golden files, SkyPilot's parser, a machine's script, the calls of `sky`; and dstack's task."""
 
 import json
 import os
@@ -216,3 +216,15 @@ def test_a_refusal_is_one_line(sky, make, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="`sky` is not installed"):
         launcher.submit(job)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "dstack.md"
+
+
+def test_dstack_reads_the_task_of_its_page():
+    configurations = pytest.importorskip("dstack._internal.core.models.configurations")
+    text = PAGE.read_text().partition("test: write demo.dstack.yml -->\n```yaml\n")[2].partition("```")[0]
+    task = configurations.parse_run_configuration(yaml.safe_load(text))
+    assert (task.type, task.nodes, task.commands) == ("task", 2, ["echelon train recipe.yaml"])
+    assert task.resources.gpu.name == ["H100"] and task.resources.gpu.count.min == 8
+    assert [each.value for each in task.retry.on_events] == ["no-capacity", "interruption"]

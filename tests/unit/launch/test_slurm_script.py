@@ -1,4 +1,4 @@
-"""The scripts for Slurm, byte for byte, and their reaction to every exit, with stubs for commands."""
+"""Slurm's job script: golden files, options, its run by a real bash, and files that only this machine sees."""
 
 import os
 import shlex
@@ -12,9 +12,11 @@ import pytest
 from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch import slurm
 from echelon.launch.job import JobRecord, JobSpec
-from echelon.launch.slurm import SlurmLauncher
+from echelon.launch.records import make_job
+from echelon.launch.slurm import SlurmLauncher, list_local_files, render_needed
 from echelon.launch.slurm_script import format_time, render_array
-from echelon.recipe.load import load_recipe
+from echelon.recipe.load import load_recipe, parse_recipe
+from tests.unit.recipe_samples import DEMO
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """
@@ -411,3 +413,62 @@ def test_states_that_slurm_reports_or_has_forgotten(tmp_path, monkeypatch):
     play("scontrol", "Unable to contact slurm controller", 1)
     with pytest.raises(LaunchError, match="cannot query Slurm for job 7: Unable to contact"):
         launcher.status(record)
+
+
+# As Linux writes /proc/self/mounts: a space is \040, and the last of several at one place is seen.
+MOUNTS = """\
+overlay / overlay rw,relatime 0 0
+/dev/nvme0n1 /home ext4 rw 0 0
+files:/home /home nfs4 rw,vers=4.2 0 0
+/dev/nvme1n1 /local\\040disk xfs rw 0 0
+10.0.0.1@tcp:/fsx /fsx lustre rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+"""
+
+
+def list_lines(folder, workdir, *overrides):
+    mounts = folder / "mounts"
+    mounts.write_text(MOUNTS)
+    recipe, _ = parse_recipe(DEMO + "launch: {to: slurm}\n", "recipe.yaml", list(overrides))
+    return list_local_files(make_job(recipe, Path(workdir), "demo-20300102-030405"), mounts)
+
+
+def test_a_job_on_shared_file_systems_has_no_line(tmp_path):
+    assert list_lines(tmp_path, "/home/ann/project", "run.dir=/fsx/runs/demo", "launch.python=.venv/bin/python") == []
+
+
+def test_each_local_file_system_is_one_line(tmp_path):
+    lines = list_lines(
+        tmp_path, "/home/ann", "run.dir=/tmp/demo", "data.train.0.path=/local disk/text", "tokenizer=/local disk/tok",
+        "launch.python=/opt/venv/bin/python",
+    )  # fmt: skip
+    named = [line.partition("; if the job's machines")[0] for line in lines]
+    assert named == [
+        "run.dir=/tmp/demo: on /tmp, a file system of this machine (tmpfs)",
+        "data.train.0.path=/local disk/text, tokenizer=/local disk/tok: on /local disk, "
+        "a file system of this machine (xfs)",
+        "launch.python=/opt/venv/bin/python: on /, a file system of this machine (overlay)",
+    ]
+
+
+def test_addresses_are_not_files(tmp_path):
+    assert list_lines(tmp_path, "/fsx/work", "data.train.0.path='s3://bucket/text'") == []
+
+
+def test_without_proc_nothing_is_said(tmp_path):
+    recipe, _ = parse_recipe(DEMO, "recipe.yaml", [])
+    assert list_local_files(make_job(recipe, tmp_path, "demo-20300102-030405"), tmp_path / "absent") == []
+
+
+def test_of_what_is_not_there_yet_the_folder_above_is_needed(tmp_path):
+    def needed(*overrides):
+        recipe, _ = parse_recipe(DEMO + "launch: {to: slurm}\n", "recipe.yaml", list(overrides))
+        return render_needed(make_job(recipe, tmp_path / "work", "demo-20300102-030405")).splitlines()
+
+    for made in ("work/text.txt", "data/a.txt", "venv/python"):
+        (tmp_path / made).parent.mkdir(exist_ok=True)
+        (tmp_path / made).touch()
+    overrides = (f"data.train.0.path={tmp_path}/data/*.txt", f"launch.python={tmp_path}/venv/python")
+    assert needed(*overrides) == [f"{tmp_path}/{name}" for name in ("work", "data", "venv/python")]
+    assert needed("run.dir=/absent/runs/demo") == [f"{tmp_path}/work", f"{tmp_path}/work/text.txt"]
+    assert needed(*overrides, "launch.slurm.container={runtime: pyxis, image: a}") == [f"{tmp_path}/work"]

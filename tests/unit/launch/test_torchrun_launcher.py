@@ -16,6 +16,7 @@ from echelon.launch.records import make_job, submit_job
 from echelon.launch.ssh_launcher import TorchrunLauncher
 from echelon.recipe.load import parse_recipe
 from tests.unit.recipe_samples import DEMO
+from tests.waiting import wait_until
 
 GOLDEN = Path(__file__).parent / "golden" / "torchrun"
 RECIPE = DEMO + "launch: {to: torchrun, nodes: 2, torchrun: {hosts: [a, b]}}\n"
@@ -70,17 +71,11 @@ def await_state(record, *states):
 
 
 def await_lines(path, count):
-    deadline = time.monotonic() + 60
-    while not path.exists() or path.read_text().count("\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= count)
 
 
 def await_end(pid):
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize(

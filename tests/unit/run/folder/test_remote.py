@@ -24,6 +24,7 @@ from echelon.run.folder.remote_start import RemoteStart, describe_remote
 from echelon.run.folder.upload import Uploader
 from tests.log_lines import LogLines
 from tests.object_server import BUCKET, bucket_served
+from tests.waiting import wait_until
 
 RECIPE = """
 run: {{name: small, dir: {folder}}}
@@ -96,10 +97,7 @@ class Machine:
 
     def settle(self):
         """Wait until the uploader is idle."""
-        deadline = time.monotonic() + 30
-        while not self.uploader.is_done():
-            assert time.monotonic() < deadline, self.lines
-            time.sleep(0.01)
+        wait_until(self.uploader.is_done, 30, say=lambda: self.lines)
 
     def remote(self):
         return RemoteRuns(ObjectStore(self.recipe.checkpoint.remote))
@@ -109,13 +107,6 @@ class Machine:
 
     def rows(self):
         return [json.loads(line)["step"] for line in self.run.metrics_path.read_text().splitlines()]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("address", ["url", "s3_url"])

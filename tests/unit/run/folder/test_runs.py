@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from echelon.cli.main import main
 from echelon.run.folder.cost import Spending, write_spending
 from echelon.run.folder.overview import summarize_run
 from echelon.run.folder.run_folder import RunFolder
@@ -27,20 +26,6 @@ signal.sigwait({signal.SIGTERM})
 with folder.console_path.open("a") as console:
     console.write("saved\\n")
 """
-
-
-@pytest.fixture
-def echelon(tmp_path, monkeypatch, capsys):
-    """Call a command in a temporary folder; returns its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["echelon", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

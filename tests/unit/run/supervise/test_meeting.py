@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from echelon.ground.errors import LaunchError
 from echelon.ground.hosts import HostGroup, open_coordinator, parse_group
-from echelon.ground.sockets import answers_as_store, listen_at
+from echelon.ground.sockets import answers_as_store, find_free_port, listen_at
 from echelon.run.supervise import meeting
 from echelon.run.supervise.coordinator import MachineReport
 from echelon.run.supervise.decision import HostReport, Restarts
@@ -125,20 +125,15 @@ class Machines:
             list(pool.map(Meeting.close, self.all.values()))
 
 
-def find_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory):
     """The port of a real etcd."""
     if shutil.which("etcd") is None:
         pytest.skip("etcd is not installed; run make launchers")
-    port, folder = find_port(), tmp_path_factory.mktemp("etcd")
+    port, folder = find_free_port("127.0.0.1"), tmp_path_factory.mktemp("etcd")
     url = f"http://127.0.0.1:{port}"
     places = ["--listen-client-urls", url, "--advertise-client-urls", url]
-    places += ["--listen-peer-urls", f"http://127.0.0.1:{find_port()}", "--data-dir", str(folder)]
+    places += ["--listen-peer-urls", f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "--data-dir", str(folder)]
     process = subprocess.Popen(["etcd", *places], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     yield port
     process.kill()
@@ -152,7 +147,7 @@ def together(request):
 
     def build(nodes):
         if request.param == "torch":
-            place = f"127.0.0.1:{find_port()}"
+            place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
         else:
             place = f"etcd://127.0.0.1:{request.getfixturevalue('etcd')}/job-{time.time_ns()}"
         made.append(Machines(parse_group(nodes, place)))
@@ -265,6 +260,6 @@ def test_a_job_leaves_nothing_in_etcd(etcd):
 
 def test_without_etcd_one_sentence_says_so(monkeypatch):
     monkeypatch.setattr("echelon.run.supervise.etcd_store._RETRY_SECONDS", 0.5)
-    group = parse_group("2", f"etcd://127.0.0.1:{find_port()}/job")
+    group = parse_group("2", f"etcd://127.0.0.1:{find_free_port('127.0.0.1')}/job")
     with pytest.raises(LaunchError, match=f"etcd does not answer at {group.endpoint} "):
         Meeting(group, "a", Restarts(0))

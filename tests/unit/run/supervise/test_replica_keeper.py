@@ -3,7 +3,6 @@ a real store, with real children. The test says for the children that they train
 
 import json
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from echelon.run.supervise.meeting import Meeting
 from echelon.run.supervise.outcome import FAILED, read_outcomes
 from echelon.run.supervise.replica_keeper import KeptRanks, ReplicaKeeper
 from echelon.run.supervise.workers import Workers
+from tests.waiting import wait_until
 
 SLEEPING = "import time; time.sleep(600)"
 FAILING = """
@@ -60,13 +60,13 @@ class Job:
         self.make = lambda name: Machine(folder, group, name, argv, count, min_replicas=1, **options)
         with ThreadPoolExecutor(2) as threads:  # who comes first waits for the other one
             self.machines = list(threads.map(self.make, "ab"))
-        until(lambda: all(machine.now.team for machine in self.machines))
+        wait_until(lambda: all(machine.now.team for machine in self.machines))
         self.keeper = ReplicaKeeper(self.machines[0].job, self.machines[0].meeting, "127.0.0.1")
-        until(lambda: all(machine.now.call for machine in self.machines))
+        wait_until(lambda: all(machine.now.call for machine in self.machines))
         address, port = json.loads(self.machines[1].now.call)
         self.board = MembershipStore(TCPStore(address, port, timeout=timedelta(seconds=60), wait_for_workers=False))
 
-    def until(self, holds):
+    def wait_until(self, holds):
         """Let the machines do what is due until something holds."""
 
         def look():
@@ -75,7 +75,7 @@ class Job:
             self.keeper.look()
             return holds()
 
-        until(look)
+        wait_until(look)
 
     def train(self, *members):
         """Say that these processes train, and wait until they are the newest view; returns its number."""
@@ -100,13 +100,6 @@ class Job:
                 if own in child.cmdline():
                     names[child.environ()["ECHELON_REPLICA"]] = child
         return names
-
-
-def until(holds):
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -163,7 +156,7 @@ def test_the_error_of_a_process_ends_the_job_and_is_told_to_the_first_machine(be
     [outcome] = read_outcomes(job.machines[0].folder.outcomes_dir)
     assert (outcome.rank, outcome.code, outcome.message, outcome.final) == (1, FAILED, "the loss is not finite", True)
     job.keeper.close()
-    until(lambda: job.machines[1].now.is_over)
+    wait_until(lambda: job.machines[1].now.is_over)
     job.machines[0].ranks.end()
     job.keeper.await_exits()
     assert not job.children()
@@ -183,8 +176,8 @@ def test_nobody_goes_on_before_the_rest_of_a_lost_replica_has_ended(begin):
     job.train("0.0.0", "0.0.1", "1.0.0", "1.0.1")
     job.children()["1.0.1"].kill()
     other = job.machines[1]
-    until(lambda: other.ranks.follow(other.now) or other.now.exits)
-    until(lambda: job.keeper.look() or "1.0.0" not in (other.now.members[2] or ()))  # already replaced, or not yet
+    wait_until(lambda: other.ranks.follow(other.now) or other.now.exits)
+    wait_until(lambda: job.keeper.look() or "1.0.0" not in (other.now.members[2] or ()))  # already replaced, or not yet
     for _ in range(5):
         job.keeper.look()
     assert job.view.number == 0 and "1.0.0" in job.children()
@@ -199,14 +192,14 @@ def test_a_lost_machine_gives_its_place_to_a_spare(begin, monkeypatch, caplog):
     job.until(lambda: len(job.children()) == 2)
     job.train("0.0.0", "1.0.0")
     spare, lost = job.make("c"), job.machines.pop()
-    until(lambda: spare.meeting.host in spare.now.spares)
+    wait_until(lambda: spare.meeting.host in spare.now.spares)
     lost.meeting.close()  # it sends no heartbeats any more
     job.until(lambda: job.view.number == 1)
     assert job.view.changes[0].reason == "was lost with its machine b"
     job.machines.append(spare)
     job.until(lambda: "1.1.0" in job.children())
     assert any("takes the place of b" in message for message in caplog.messages)
-    until(lambda: lost.meeting.host in lost.now.lost)  # it still reads the news
+    wait_until(lambda: lost.meeting.host in lost.now.lost)  # it still reads the news
     assert "1.0.0" in job.children()
     lost.ranks.kill()
     assert "1.0.0" not in job.children() and job.keeper.deaths == []

@@ -13,7 +13,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from echelon.cli.main import main
 from echelon.ground.sizes import render_rate, render_seconds
 from echelon.run.report.blocks import pick_axis, pick_ticks, render_number, render_percent, smooth
 from echelon.run.report.comparison import build_comparison
@@ -58,20 +57,6 @@ def write_run(path, num_steps=41, wait=0.0, goodput=None, ending="done", losses=
     for name, content in documents.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
-
-
-@pytest.fixture
-def echelon(tmp_path, monkeypatch, capsys):
-    """Call a command in a temporary folder; returns its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["echelon", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 class Page(HTMLParser):

@@ -20,6 +20,7 @@ from echelon.run.journal.trackers.forwarder import ForwarderState, MetricsForwar
 from echelon.run.journal.trackers.tracker import Opened, scalars
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL, load_text
+from tests.waiting import wait_until
 
 
 class Shelf:
@@ -90,13 +91,6 @@ def run(tmp_path, monkeypatch):
     return Run(tmp_path)
 
 
-def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def steps(shelf, kind="train"):
     return [row["step"] for row in shelf.rows if row["kind"] == kind]
 
@@ -105,7 +99,7 @@ def test_rows_are_sent_during_the_run_and_at_its_end(run):
     shelf = Shelf()
     forwarder = run.start(shelf)
     run.write(1, 2)
-    until(lambda: steps(shelf) == [1, 2])
+    wait_until(lambda: steps(shelf) == [1, 2])
     run.write(3)
     run.write(3, kind="eval")
     forwarder.close(done=True)
@@ -118,14 +112,14 @@ def test_an_outage_is_reported_once_and_loses_nothing(run):
     shelf = Shelf()
     forwarder = run.start(shelf)
     run.write(1)
-    until(lambda: steps(shelf) == [1])
+    wait_until(lambda: steps(shelf) == [1])
     shelf.error = ConnectionError("refused by https://me:secret@host/api")
     run.write(*range(2, 200))
-    until(lambda: run.said("fails"))
+    wait_until(lambda: run.said("fails"))
     time.sleep(0.2)
     assert steps(shelf) == [1]
     shelf.error = None
-    until(lambda: run.said("works again and"))
+    wait_until(lambda: run.said("works again and"))
     run.write(200)
     forwarder.close(done=True)
     assert steps(shelf) == list(range(1, 201))
@@ -152,7 +146,7 @@ def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     [line] = run.said("is missing")
     assert line == "track: shelf is missing 3 of 3 rows; run the same command again to send them"
     assert not ForwarderState.read(run.ledger).complete
-    until(lambda: not any(thread.name == "forwarder-shelf" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "forwarder-shelf" for thread in threading.enumerate()))
     shelf.error = None
     run.start(shelf).close(done=True)
     assert steps(shelf) == [1, 2, 3] and ForwarderState.read(run.ledger).complete
@@ -240,7 +234,7 @@ def test_rows_that_are_cut_and_written_again_arrive_once(run):
     shelf = Shelf()
     forwarder = run.start(shelf)
     run.write(1, 2, 3, 4)
-    until(lambda: steps(shelf) == [1, 2, 3, 4])
+    wait_until(lambda: steps(shelf) == [1, 2, 3, 4])
     write_text(
         run.metrics, "".join(json.dumps({"kind": "train", "step": step, "new": "x" * 50}) + "\n" for step in (1, 2))
     )

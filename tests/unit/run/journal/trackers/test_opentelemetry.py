@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -12,6 +11,7 @@ from echelon.run.journal.trackers import forwarder as forwarder_module
 from echelon.run.journal.trackers import start_trackers
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL, load_text
+from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
@@ -78,13 +78,6 @@ def write(folder, *rows):
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def await_true(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_the_newest_rows_reach_the_collector(run, collector):
     recipe, folder = run
     train = {"kind": "train", "loss": 2.5, "grad_norm": None, "batch_hash": "0a", "skipped": False, "tokens": 64}
@@ -100,7 +93,7 @@ def test_the_newest_rows_reach_the_collector(run, collector):
         ("echelon.eval.loss", "small", "code"): 2.0,
         ("echelon.eval.loss", "small", "text"): 4.0,
     }
-    await_true(lambda: collector.points == expected)
+    wait_until(lambda: collector.points == expected)
     assert collector.names == {"echelon"}
     forwarder.close(done=True)
 
@@ -111,9 +104,9 @@ def test_a_collector_that_refuses_is_reported_once_and_gets_later_rows(run, coll
     collector.status = 400
     write(folder, {"kind": "train", "step": 1, "loss": 2.0})
     [forwarder] = start_trackers(recipe, folder, 0)
-    await_true(lambda: collector.refused > 2)
+    wait_until(lambda: collector.refused > 2)
     collector.status = 200
-    await_true(lambda: collector.points.get(("echelon.train.loss", "small", "")) == 2.0)
+    wait_until(lambda: collector.points.get(("echelon.train.loss", "small", "")) == 2.0)
     forwarder.close(done=True)
     assert (
         sum("track: opentelemetry fails (OSError: the collector does not take the metrics" in each for each in lines)

@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import time
 import urllib.request
 from pathlib import Path
 from urllib.error import URLError
@@ -17,6 +16,7 @@ from echelon.run.journal.trackers import start_trackers
 from echelon.run.training.metrics import GpuLoad, StepMetrics, train_row
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL, load_text
+from tests.waiting import wait_until
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -48,15 +48,6 @@ def scrape(address):
     }
 
 
-def until(read):
-    """Return what `read` gives once it is not None."""
-    deadline = time.monotonic() + 120
-    while (value := read()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return value
-
-
 def test_the_newest_rows_can_be_collected_while_the_run_lives(run):
     recipe, folder = run
     train = {"kind": "train", "loss": 2.5, "grad_norm": None, "batch_hash": "0a", "skipped": False, "rank_seconds": [1]}
@@ -64,7 +55,7 @@ def test_the_newest_rows_can_be_collected_while_the_run_lives(run):
     write(folder, {**train, "step": 1, "loss": 9.0}, {**train, "step": 2}, {**evaluation, "step": 2})
     [forwarder] = start_trackers(recipe, folder, 0)
     targets = folder.path.parent / "prometheus" / "small.json"
-    until(lambda: targets.exists() or None)
+    wait_until(targets.exists)
     [entry] = json.loads(targets.read_text())
     [address] = entry["targets"]
     assert address.startswith("127.0.0.1:")
@@ -77,10 +68,10 @@ def test_the_newest_rows_can_be_collected_while_the_run_lives(run):
         ("echelon_eval_loss", "small", 'say "hi"\\'): 3.5,
         ("echelon_eval_loss", "small", "code"): 2.5,
     }
-    assert until(lambda: scrape(address) if len(scrape(address)[0]) == 6 else None) == (expected, {"gauge"})
+    assert wait_until(lambda: scrape(address) if len(scrape(address)[0]) == 6 else None) == (expected, {"gauge"})
 
     write(folder, {**train, "step": 3, "loss": 2.0})
-    until(lambda: scrape(address)[0][("echelon_train_step", "small", "")] == 3 or None)
+    wait_until(lambda: scrape(address)[0][("echelon_train_step", "small", "")] == 3)
     assert scrape(address)[0][("echelon_train_loss", "small", "")] == 2.0
 
     forwarder.close(done=True)
@@ -98,9 +89,9 @@ def test_a_port_in_use_is_reported_and_taken_when_it_is_free(run, tmp_path, monk
         port = other.getsockname()[1]
         recipe, _ = load_text(tmp_path, SMALL, "track=[prometheus]", f"prometheus.address=127.0.0.1:{port}")
         [forwarder] = start_trackers(recipe, folder, 0)
-        until(lambda: any("track: prometheus fails (OSError: [Errno 98]" in line for line in lines) or None)
-    until(lambda: any(f"prometheus metrics at http://127.0.0.1:{port}/metrics" in line for line in lines) or None)
-    until(lambda: scrape(f"127.0.0.1:{port}")[0] or None)
+        wait_until(lambda: any("track: prometheus fails (OSError: [Errno 98]" in line for line in lines))
+    wait_until(lambda: any(f"prometheus metrics at http://127.0.0.1:{port}/metrics" in line for line in lines))
+    wait_until(lambda: scrape(f"127.0.0.1:{port}")[0])
     forwarder.close(done=True)
 
 
