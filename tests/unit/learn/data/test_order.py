@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from echelon.learn.data.mixture import StreamOrder, WindowOrder
 from echelon.learn.data.order import OrderAhead, Permutation, SampleOrder
+from echelon.learn.data.stream.window_order import StreamOrder, WindowOrder
 
 WORD = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
