@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.links import Links
-from echelon.planner.model_shape import ModelShape
+from echelon.planner.model_shape import SHARED_INPUTS, ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rates import Rates, Software, attention_flops, product_flops
 
@@ -19,6 +19,7 @@ NORM_BYTES = {"rms": {2: 36, 4: 28}, "rms_fp32": {2: 40, 4: 28}}
 ROTARY_PASSES = 10
 _FLOAT8_PASSES = 4  # bytes per input number of a product: read in bf16, written in float8, twice
 # LoRA on a GPU: passes over inputs and outputs of targets for A and B; bytes of a 4-bit weight, which is read and cast.
+# An input is read for A x and for A's gradient, and its own gradient is written and added: once for all that share it.
 _ADAPTER_PASSES, _DEQUANTIZED_BYTES = 4, 2.6
 _LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and read, in two bytes and in four
 # Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and
@@ -215,6 +216,11 @@ def _adapter_bytes(step: Step) -> tuple[float, float]:
     if adapter is None or not step.software.moves_adapters or step.cluster.kind == "cpu":
         return 0.0, 0.0
     features = (adapter.num_trained_parameters - adapter.num_saved_inside - adapter.num_saved_outside) / adapter.r
+    if adapter.method != "dora" and not adapter.dropout and not step.plan.divides_matrices:
+        groups = ([name for name in names if name in adapter.targets] for names in SHARED_INPUTS)
+        others = {name for group in groups for name in group[1:]}
+        linears = (linear for linear in step.shape.linears if linear.name in others and linear.adaptable)
+        features -= sum(linear.count * linear.in_features for linear in linears)
     moved = _ADAPTER_PASSES * features * DTYPE_BYTES[step.plan.precision.compute]
     return moved / num_layers, 2 * _DEQUANTIZED_BYTES * adapter.num_quantized_parameters / num_layers
 

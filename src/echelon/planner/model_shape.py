@@ -50,6 +50,10 @@ class LayerParts:
     residual_dropout: float = 0.0
 
 
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers of one module that get the same input: adapters without dropout read it in one product."""
+
+
 @dataclass(frozen=True)
 class LinearShape:
     """Linear layers with the same last part of their name and the same widths, and their number in the model.

@@ -34,6 +34,7 @@ LLAMA = build_shape(
     }
 )  # fmt: skip
 GEMMA2 = build_shape({"model_type": "gemma2"})
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PLAIN = Rates(
     product=1, small_dim=0, attention=1, fused=1, eager=1, overlap=0, launch=0, step_seconds=0, bandwidth_share=1
 )
@@ -77,17 +78,22 @@ def test_memory_bound_work_reads_and_writes_its_bytes():
 
 
 def test_an_adapter_moves_bytes_of_its_own_on_a_gpu():
-    """Inputs and outputs of seven targets four times, and 4-bit weights in two passes, which also write two bytes."""
+    """Inputs and outputs of seven targets four times, and 4-bit weights in two passes, which also write two bytes.
+
+    Without dropout q, k and v read one input, and gate and up: 3 of 7 inputs are not read again.
+    """
     features = 4 * 2 * 4096 + 3 * (4096 + 11008)
-    lora = AdapterPlan("lora", 16, 0.0, (), 32 * 16 * features, 32 * LAYER)
+    lora = AdapterPlan("lora", 16, 0.1, SEVEN, 32 * 16 * features, 32 * LAYER)
     qlora, none = replace(lora, num_quantized_parameters=32 * LAYER), replace(lora, num_trained_parameters=0)
-    with_lora, with_qlora, without = (
-        step_of(replace(FSDP, compile=True, adapter=adapter)).memory_bound for adapter in (lora, qlora, none)
+    with_lora, with_qlora, without, shared = (
+        step_of(replace(FSDP, compile=True, adapter=adapter)).memory_bound
+        for adapter in (lora, qlora, none, replace(lora, dropout=0.0))
     )
     tokens, bandwidth = 4 * 2 * 4096, 2039e9
     assert with_lora - without == pytest.approx(
         32 * 4 * features * 2 * tokens / bandwidth, rel=2e-2
     )  # and shards of A, B
+    assert with_lora - shared == pytest.approx(32 * 4 * 3 * 4096 * 2 * tokens / bandwidth)
     assert with_qlora - with_lora == pytest.approx(4 * 2 * 2.6 * 32 * LAYER / bandwidth, rel=0.1)
 
 
