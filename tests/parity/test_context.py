@@ -247,7 +247,7 @@ def test_a_step_sends_and_holds_what_the_page_says(workers, text, tmp_path, cp, 
     shape, passes = build_shape(small_config("llama")), 2 * 3  # two layers, three microbatches
     tokens, heads, kv = SEQUENCES * WIDTH, shape.num_heads, shape.num_kv_heads
     whole, layers = shape.num_parameters, shape.num_layers * shape.num_layer_parameters
-    units = 3 * (shape.num_layers + 1)
+    units = 3 * (shape.num_layers + 2)
     calls = {"_allgather_base_": units + 3 * shape.num_layers, "alltoall_base_": units}
     sent = {"_allgather_base_": 4 * 3 * (whole + layers), "alltoall_base_": 4 * 3 * whole}
     if method == "allgather":

@@ -63,15 +63,16 @@ def test_a_rank_stores_and_sends_what_the_page_says(workers, text, tmp_path):
     shape = build_shape(CONFIG)
     experts = shape.num_layer_experts
     rest = shape.num_layer_parameters - experts
-    outside = shape.num_parameters - LAYERS * shape.num_layer_parameters
+    table = shape.num_embedding_parameters
+    outside = {4 * table: 1, 4 * (table + WIDTH): 1}  # the embedding; the head and the norm before it
     everyone = workers.run(run_step, 4, str(recipe))
     rows = Counter()
     for stored, found in everyone:
         assert set(stored.values()) == {shape.num_parameters // 4}
         gathers = {bytes: count for (name, bytes), count in found.items() if name == "_allgather_base_"}
-        assert gathers == {4 * experts // 2: 2 * LAYERS, 4 * rest: 2 * LAYERS, 4 * outside: 1}
+        assert gathers == {4 * experts // 2: 2 * LAYERS, 4 * rest: 2 * LAYERS, **outside}
         sent = Counter({bytes: count for (name, bytes), count in found.items() if name == "alltoall_base_"})
-        fixed = Counter({4 * experts // 2: LAYERS, 4 * rest: LAYERS, 4 * outside: 1, 8 * NUM_EXPERTS: LAYERS})
+        fixed = Counter({4 * experts // 2: LAYERS, 4 * rest: LAYERS, **outside, 8 * NUM_EXPERTS: LAYERS})
         assert fixed <= sent
         tokens = sent - fixed
         assert tokens.total() == 4 * LAYERS

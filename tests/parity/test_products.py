@@ -112,8 +112,7 @@ def own_numbers(shape, plan, stage):
     ends = [stage == 0, stage == plan.pp - 1]
     table = part.num_embedding_parameters
     outside = ends[0] * table + ends[1] * (table + shape.hidden_size)
-    units = sum(ends) if plan.pp > 1 else 1
-    return layers, units, part.num_layer_parameters, layers * part.num_layer_parameters + outside
+    return layers, sum(ends), part.num_layer_parameters, layers * part.num_layer_parameters + outside
 
 
 def expect_sent(shape, plan, stage):
@@ -133,8 +132,8 @@ def expect_sent(shape, plan, stage):
         sent |= expect_context(shape, plan, layers, tokens)
     shards = plan.dp_shard * plan.cp
     if shards > 1 and plan.pp == 1:
-        sent["shard", "all_gather"] = Sent(times * (2 * layers + 1), times * 4 * (whole + layers * in_layer))
-        sent["shard", "all_to_all"] = Sent(times * (layers + 1), times * 4 * whole)
+        sent["shard", "all_gather"] = Sent(times * (2 * layers + units), times * 4 * (whole + layers * in_layer))
+        sent["shard", "all_to_all"] = Sent(times * (layers + units), times * 4 * whole)
     elif shards > 1:
         sent["shard", "all_gather"] = sent["shard", "all_to_all"] = Sent(layers + units, 4 * whole)
     if plan.dp_replicate > 1:
@@ -254,8 +253,8 @@ def test_with_divided_experts(workers, alone, text, tmp_path, plan):
     rest = shape.num_layer_parameters - shape.num_layer_experts
     outside = shape.num_parameters - layers * shape.num_layer_parameters
     expected = {
-        ("shard", "all_gather"): Sent(times * (2 * layers + 1), times * 4 * (2 * layers * rest + outside)),
-        ("shard", "all_to_all"): Sent(times * (layers + 1), times * 4 * (layers * rest + outside)),
+        ("shard", "all_gather"): Sent(times * (2 * layers + 2), times * 4 * (2 * layers * rest + outside)),
+        ("shard", "all_to_all"): Sent(times * (layers + 2), times * 4 * (layers * rest + outside)),
     }
     if shards > plan.ep:
         expected["efsdp", "all_gather"] = Sent(2 * times * layers, 2 * times * layers * 4 * experts)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -148,6 +149,20 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers; echelon trains decoder-only models.")
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+
+
+def find_end(model: Any) -> list[nn.Module]:
+    """Return the norm after the layers of a model, or of a pipeline stage, and the head for tokens.
+
+    Nothing if it lacks one, or if a weight of them is also another module's, as a tied head's is the embedding's.
+    """
+    layers, head = set(find_layers(model).modules()), model.get_output_embeddings() or nn.Identity()
+    others = [module for module in model.modules() if module not in set(head.modules())]
+    owners = [module for module in others if any(True for _ in module.parameters(recurse=False))]
+    after = list(takewhile(lambda module: module not in layers, reversed(owners)))
+    weights = {weight for module in (head, *after) for weight in module.parameters()}
+    shared = any(weight in weights for module in owners[: -len(after)] for weight in module.parameters(recurse=False))
+    return [] if len(after) != 1 or not any(True for _ in head.parameters()) or shared else [*after, head]
 
 
 def weight_groups(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:

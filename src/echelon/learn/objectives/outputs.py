@@ -137,6 +137,7 @@ class DecoderOutputs:
     @property
     def _head(self) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
         """The weight and the bias of the head on this rank, and the part of the vocabulary that they are of."""
+        _ = self.hidden  # sharded weights are whole once the pass has run
         assert self._parts is not None
         weight, bias = (
             None if weight is None else local_part(weight)

@@ -7,7 +7,7 @@ sum(loss) / (global number of targets), so ranks are summed and the loss rule is
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError
 from echelon.learn.distributed.mesh import Meshes, sends_by_nccl
+from echelon.learn.model.parts import find_end
 from echelon.learn.model.sharding import free_gradients
+from echelon.learn.model.stage import own_layers
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.expert import find_dispatches, find_experts
 from echelon.learn.parallel.step import DataParallel, Undivided
@@ -255,7 +257,8 @@ class FullyShard(Undivided):
         self._reference = module.reference
         self._context = module.context
         self._root: FSDPModule = module
-        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._units = find_units(module)
+        self._layers = [unit for layer in own_layers(module.model) for unit in find_units(layer)]
         self._plan = plan
         self._device_type = device_type
         self._sends = True
@@ -297,17 +300,16 @@ class FullyShard(Undivided):
         for root in filter(None, (self.module, self._reference)):
             for dispatch in find_dispatches(root):
                 dispatch.group.sends = sends
-            for unit in root.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.set_custom_all_gather(gather)
-                    unit.set_custom_reduce_scatter(reduce)
+            for unit in find_units(root):
+                unit.set_custom_all_gather(gather)
+                unit.set_custom_reduce_scatter(reduce)
 
     @contextmanager
     @override
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode; whatever stayed gathered is sharded again at the end, also after an error."""
         rollout = self._plan.rollout
-        kept = self._units[1:] if rollout is not None and rollout.gathers_once else ()  # the root has a rule of its own
+        kept = self._layers if rollout is not None and rollout.gathers_once else ()
         for unit in kept:
             unit.set_reshard_after_forward(False, recurse=False)
         try:
@@ -318,6 +320,11 @@ class FullyShard(Undivided):
                 unit.set_reshard_after_forward(self._plan.reshard_after_forward, recurse=False)
             for unit in self._units:
                 unit.reshard()
+
+
+def find_units(module: nn.Module) -> list[FSDPModule]:
+    """Return the units that `fully_shard` has made of a module and of those inside it."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
 @contextmanager
@@ -348,12 +355,11 @@ def _build_reduce_scatter(device_type: str) -> Any:
     return DefaultReduceScatter() if sends_by_nccl(device_type) else ExchangeReduceScatter()
 
 
-def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
-    """Make each sharded layer gather the next `count` layers before it runs, forward and backward.
+def _set_prefetch(root: nn.Module, units: list[Any], count: int) -> None:
+    """Make each sharded layer, and the norm with the head, gather the next `count` ones before it runs, both ways.
 
-    The root runs before the first layer of either direction, so it gathers the first ones.
+    The root runs before the first one of either direction, so it gathers the first ones.
     """
-    units: list[Any] = layers  # each of them an FSDPModule
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
         unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
@@ -362,10 +368,27 @@ def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
     root.set_modules_to_backward_prefetch(units[::-1][:count])
 
 
-def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
-    """Shard each decoder layer as a unit, and the rest (embedding, norm, head: tied weights together) as one more.
+def _shard_end(model: Any, options: dict[str, Any]) -> list[nn.Module]:
+    """Shard the norm after the layers and the head as one unit, with hooks of the norm alone; return both, if there.
 
-    Works on meta. One process with offloading is sharded over a mesh of one.
+    Losses read the head's weight outside of its forward pass: it is whole from when the norm runs until the backward
+    pass has reached the norm's input, which all gradients of the head precede.
+    """
+    if end := find_end(model):
+        norm, head = end
+        norm.add_module("head", head)  # while `fully_shard` looks for the weights of the unit
+        uncast = replace(options["mp_policy"], cast_forward_inputs=False)  # the norm gets what the layers return
+        fully_shard(norm, reshard_after_forward=False, **options | {"mp_policy": uncast})
+        del norm.head
+    return end
+
+
+def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
+    """Shard each decoder layer as a unit, the norm after them with the head as one, and the rest as one more.
+
+    So the head's gradients are reduced beside the backward pass of the layers, and only the embedding's after it. A
+    head that is tied to the embedding, and the ends of a frozen model, are a part of the rest. Works on meta. One
+    process with offloading is sharded over a mesh of one.
 
     Raises:
         ConfigError: two layers share a weight, which would become a weight of each.
@@ -394,11 +417,12 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)
     # What is never trained has no backward pass to free it again.
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    fully_shard(module, reshard_after_forward=not is_trained, **options)
+    end = _shard_end(module.model, options) if is_trained else []
+    apart = set(nn.ModuleList(end).parameters())
+    fully_shard(module, reshard_after_forward=not is_trained, ignored_params=apart, **options)
     if plan.prefetch is not None:
-        _set_prefetch(module, layers, plan.prefetch)
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            unit.set_custom_reduce_scatter(_build_reduce_scatter(meshes.device_type))
+        _set_prefetch(module, [*layers, *end[:1]], plan.prefetch)
+    for unit in find_units(module):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_reduce_scatter(_build_reduce_scatter(meshes.device_type))
