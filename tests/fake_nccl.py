@@ -44,17 +44,18 @@ class FakeNccl(dist.ProcessGroupGloo):
 
 
 class FakeWork:
-    """torch's WorkNCCL: a wait with a limit blocks the host."""
+    """torch's WorkNCCL: a wait with a limit blocks the host, one without only the stream, so it raises nothing."""
 
     def __init__(self, operate, backend):
         self._backend = backend
         try:
-            self._work = operate()
+            work = operate()
+            self._work = getattr(work, "_work", work)  # that of an operation which was started
         except RuntimeError:
             self._work = None
 
-    def wait(self, timeout):
-        if not self._ends_well():
+    def wait(self, timeout=None):
+        if not self._ends_well() and timeout is not None:
             if not self._backend.aborted.wait(timeout.total_seconds()):
                 raise RuntimeError("Work timed out in blocking wait.")
             note("wait of an aborted operation has ended")
@@ -72,7 +73,7 @@ class FakeWork:
 
 def plant(change=setattr):
     """Put the fakes in the place of torch's classes, in this process. `change` sets an attribute."""
-    run = Communicator.run
+    run, start = Communicator.run, Communicator.start
     if dist.__dict__.get("ProcessGroupNCCL") is FakeNccl:
         return
 
@@ -80,5 +81,9 @@ def plant(change=setattr):
         run(self, lambda: FakeWork(operate, self._backend))
         note("device is synchronized")
 
+    def start_fake(self, operate):
+        start(self, lambda: FakeWork(operate, self._backend))
+
     change(dist, "ProcessGroupNCCL", FakeNccl)
     change(Communicator, "run", run_fake)
+    change(Communicator, "start", start_fake)

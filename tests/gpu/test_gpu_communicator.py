@@ -36,6 +36,14 @@ def test_a_communicator_is_aborted_by_another_thread_and_connected_again(gpu, mo
         group.allreduce([torch.ones(1)], options)  # on the host, over gloo
         if gpu.device.type == "cuda":
             torch.cuda._sleep(CYCLES)  # seconds, in which the sum cannot begin
+        with group.together():
+            for _ in range(2):
+                group.allreduce([values], options)
+                values.add_(1.0)
+            assert gpu.device.type == "cpu" or not torch.cuda.current_stream().query(), "the host goes on"
+        assert torch.equal(values.cpu(), torch.full((1024,), 5.0))
+        if gpu.device.type == "cuda":
+            torch.cuda._sleep(CYCLES)
         ending = threading.Timer(0.1, group.close)
         ending.start()
         with pytest.raises(dist.DistNetworkError, match="communicator was aborted"):

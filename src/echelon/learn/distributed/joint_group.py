@@ -158,23 +158,28 @@ class JointGroup(dist.ProcessGroup):
     def together(self) -> Iterator[None]:
         """A scope of operations that end as one: their number may differ between the ranks of a replica.
 
-        Collective over the ranks of a replica.
+        On GPUs all-reduces, of tensors of one device, are waited for once, at its end: then their numbers may be wrong
+        where one has failed, and the scope fails, or the step if one is open. Collective over the ranks of a replica.
         """
-        if self._step.is_open:
-            yield
-            return
-        with _together(self._own, self.close):
+        with nullcontext() if self._step.is_open else _together(self._own, self.close):
             self._is_one = True
             try:
                 yield
+                self._step.run(self._finish) if self._step.is_open else self._finish()
             finally:
                 self._is_one = False
+
+    def _finish(self) -> dist.Work:
+        if self._communicator is not None:
+            self._communicator.finish()
+        return _Over()
 
     def _run(self, name: str, *arguments: Any, **options: Any) -> Any:
         def operate() -> dist.Work:
             call: Callable[[], dist.Work] = partial(getattr(self._plain, name), *arguments, **options)
             if self._communicator is not None:
-                self._communicator.run(call)
+                is_part = self._is_one and name == "allreduce"
+                (self._communicator.start if is_part else self._communicator.run)(call)
                 return _Over()
             work = call()
             wait_for([work])

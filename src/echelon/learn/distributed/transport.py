@@ -55,7 +55,7 @@ def choose_transport(place: Place, sees_own_gpu: bool) -> Transport:
 class Communicator:
     """The part of a process group that sends tensors of the GPU: one communicator of NCCL.
 
-    Every call has a limit: connecting and aborting that of NCCL_LIMITS, an operation COLLECTIVE_SECONDS.
+    Every call has a limit: connecting and aborting that of NCCL_LIMITS, waiting for operations COLLECTIVE_SECONDS.
 
     Attributes:
         store: where the ranks find each other.
@@ -64,6 +64,7 @@ class Communicator:
     device: torch.device
     store: Store
     _backend: "dist.ProcessGroupNCCL | None" = None
+    _last: dist.Work | None = None
     _is_ended: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -83,6 +84,18 @@ class Communicator:
         self._check()
         operate().wait(timedelta(seconds=COLLECTIVE_SECONDS))
         self._check()
+
+    def start(self, operate: Callable[[], dist.Work]) -> None:
+        """Begin an operation for which the stream of the device waits, not the host. Raises as `finish` does."""
+        self._check()
+        self._last = operate()
+        self._last.wait()
+
+    def finish(self) -> None:
+        """Wait until the device has done what was started, of which the last is last. Raises as `run` does."""
+        last, self._last = self._last, None
+        if last is not None:
+            self.run(lambda: last)
 
     def _check(self) -> None:
         if self._is_ended:

@@ -27,8 +27,10 @@ class Backend:
         self.num_aborts += 1
         self.aborted.set()
 
-    def wait(self, limit):
+    def wait(self, limit=None):
         self.limits.append(limit)
+        if limit is None:  # the stream waits, not the host
+            return True
         self.waits.set()
         assert self.aborted.wait(SECONDS)
         return True
@@ -38,13 +40,17 @@ def communicator(backend):
     return Communicator(torch.device("cpu"), dist.HashStore(), backend)
 
 
-def test_an_operation_that_never_completes_ends_by_an_abort_and_counts_as_failed():
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_operation_that_never_completes_ends_by_an_abort_and_counts_as_failed(count):
+    """Of several that are started, the host waits for the last one alone."""
     backend, errors, num_run = Backend(), [], []
     group = communicator(backend)
 
     def operate():
         try:
-            group.run(lambda: num_run.append(1) or backend)
+            for _ in range(count):
+                (group.run if count == 1 else group.start)(lambda: num_run.append(1) or backend)
+            group.finish()
         except dist.DistNetworkError as error:
             errors.append(str(error))
 
@@ -53,10 +59,11 @@ def test_an_operation_that_never_completes_ends_by_an_abort_and_counts_as_failed
     assert backend.waits.wait(SECONDS)
     group.end()
     waiting.join(SECONDS)
-    assert not waiting.is_alive() and backend.limits == [timedelta(seconds=COLLECTIVE_SECONDS)]
+    started = [None] * (count if count > 1 else 0)
+    assert not waiting.is_alive() and backend.limits == [*started, timedelta(seconds=COLLECTIVE_SECONDS)]
     assert len(errors) == 1 and "communicator was aborted" in errors[0]
     operate()
-    assert len(errors) == 2 and len(num_run) == 1, "no operation begins after an abort"
+    assert len(errors) == 2 and len(num_run) == count, "no operation begins after an abort"
     group.end()
     assert backend.num_aborts == 1
 
