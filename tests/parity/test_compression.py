@@ -186,11 +186,3 @@ def test_residuals_of_another_number_of_processes_are_dropped_aloud(workers, tex
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
     saved = tensors_of(tmp_path / "run", 8)
     assert {name[:9] for name in saved if name.startswith("rank-")} == {f"rank-000{rank}" for rank in range(4)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "ranks"), [("fsdp", 2), ("hsdp", 4)])
-def test_shards_are_reduced_in_bf16(workers, text, tmp_path, parallel, ranks):
-    plain = train(workers, with_ranks(Row(parallel), ranks, micro_batch=2), tmp_path / "plain", text)
-    rounded = train(workers, compressed("bf16", ranks, parallel), tmp_path / "bf16", text)
-    assert losses(rounded) == pytest.approx(losses(plain), abs=2e-2) and losses(rounded) != losses(plain)

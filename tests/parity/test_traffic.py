@@ -14,8 +14,10 @@ from echelon.learn.distributed.traffic import count_traffic as count_meter
 from echelon.learn.engines import EngineSpec
 from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model.build import load_config
+from echelon.learn.model.sharding import whole
 from echelon.learn.objectives.causal_lm import CausalLM
-from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.more_devices import count_step_bytes
+from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe.load import load_recipe
 from tests.families import small_config
@@ -35,6 +37,7 @@ CONFIG = small_config("llama")
 # So large that the headers of messages and the scalars of a step are far below 2 % of what is sent.
 LARGE = CONFIG | {"vocab_size": 8192}
 BF16 = Precision(compute="bfloat16")
+ROUNDED = {"precision": Precision(reduce="bfloat16"), "sync": SyncPlan(method="bf16")}
 
 
 def count_traffic(rank, world_size, path, config, plan):
@@ -69,11 +72,38 @@ def test_a_step_sends_what_the_table_says(workers, text, tmp_path, num_microbatc
 def test_sockets_send_what_the_table_says(workers, text, tmp_path, ranks):
     """Gloo may send more than a collective needs: its own reduce-scatter sends twice as much."""
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
-    for plan in plan_strategies(ranks, precision=BF16):
+    for plan in (*plan_strategies(ranks, precision=BF16), *plan_strategies(ranks, **ROUNDED)[1:]):
         expected = expect_traffic(plan, build_shape(LARGE)).sent_bytes(plan)
+        assert sum(count_step_bytes(build_shape(LARGE), plan).values()) == pytest.approx(expected)
         for _, sent, counted in workers.run(count_traffic, ranks, str(recipe), LARGE, plan):
             assert counted == pytest.approx(expected, rel=1e-9), plan.strategy
             assert sent == pytest.approx(expected, rel=0.02), plan.strategy
+
+
+def sum_gradients(rank, world_size, path, plan, readers):
+    """The whole gradients of the batch of each reader."""
+    found, (recipe, _) = [], load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, torch.device("cpu")))
+    for reader in readers or [rank]:
+        tokens, places = torch.arange(16).view(1, 16) + 20 * reader, np.zeros(1, dtype=np.int64)
+        engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(64.0), CausalLM())
+        found.append({name: whole(parameter.grad).numpy().copy() for name, parameter in engine.trained.items()})
+        engine.discard()
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_shards_that_are_reduced_in_bf16_are_the_sums_but_for_rounding(workers, text, tmp_path, strategy, ranks):
+    """Rounded by 2^-8 at most: each rank's gradient, the sum over those that shard, and that of the copies."""
+    recipe = str(write_recipe(Row(), tmp_path, text, steps=4))
+    [single] = workers.run(sum_gradients, 1, recipe, ParallelPlan("ddp"), range(ranks))
+    [plan] = [each for each in plan_strategies(ranks, **ROUNDED) if each.strategy == strategy]
+    [sums] = workers.run(sum_gradients, ranks, recipe, plan, None)[0]
+    for name, found in sums.items():
+        parts = np.stack([each[name] for each in single])
+        assert (abs(found - parts.sum(0)) <= 3 * 2**-8 * abs(parts).sum(0) + 1e-6).all()
+        assert not (found.view(np.uint32) & 0xFFFF).any(), "these are numbers of bfloat16"
 
 
 def count_muon_bytes(rank, world_size, path, config, plan):
@@ -109,3 +139,5 @@ def test_ring_shares():
     assert ddp == 1.5 * 4 * shape.num_parameters
     plan = ParallelPlan("zero1", dp_shard=4, precision=BF16)
     assert expect_traffic(plan, shape).sent_bytes(plan) == 0.75 * (2 + 4) * shape.num_parameters
+    for plan in plan_strategies(4, **ROUNDED)[1:]:
+        assert sum(count_step_bytes(shape, plan).values()) == expect_traffic(plan, shape).sent_bytes(plan)

@@ -336,7 +336,8 @@ def _count_parameters(sender: Sender) -> tuple[float, float]:
     size = plan.num_copies
     if size == 1:
         return sent, 0.0
-    all_reduce = 2 * ring_share(size) * held * reduce * find_sent_share(shape, plan, size)
+    share = 1.0 if plan.uses_fully_shard and plan.num_replicas == 1 else find_sent_share(shape, plan, size)
+    all_reduce = 2 * ring_share(size) * held * reduce * share
     if plan.num_replicas > 1:
         return sent, all_reduce / plan.sync.every
     return sent, all_reduce * (
