@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from echelon.learn.data.loader import Microbatch, positions_in_documents
 from echelon.learn.model.attention import (
+    FIRST_KEYS,
     PLAIN_CAUSAL,
-    _find_bounds,
     choose_attention,
     describe_document_mask,
     document_inputs,
@@ -183,16 +183,19 @@ def test_flash_attention_receives_the_document_starts():
 
 def test_a_ring_is_told_where_documents_and_chunks_start():
     """Of a window it is told the first key of each query."""
-    config = small_model("llama").config
-    config.attention_chunk_size, config.sliding_window = 3, 2
+    model, expected = (
+        small_model("llama"),
+        {
+            "full_attention": [0, 4, 6, 8],
+            "chunked_attention": [0, 3, 4, 6, 8, 8],
+            "sliding_attention": [0, 0, 1, 2, 4, 4, 6, 6],
+        },
+    )
+    model.config.attention_chunk_size, model.config.sliding_window, model.config.layer_types = 3, 2, [*expected]
     documents, positions = torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1]]), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1]])
-    for kind, expected in (
-        ("full_attention", [0, 4, 6, 8]),
-        ("chunked_attention", [0, 3, 4, 6, 8, 8]),
-        ("sliding_attention", [0, 0, 1, 2, 4, 4, 6, 6]),
-    ):
-        bounds = _find_bounds(config, kind, documents, positions, 2, None)
-        assert bounds.flatten().tolist() == expected and (bounds.shape[2] > 1) == (kind == "sliding_attention")
+    masks = document_inputs(model, "by_layer", documents, positions, 2, attention=FIRST_KEYS)["attention_mask"]
+    assert {kind: mask.flatten().tolist() for kind, mask in masks.items()} == expected
+    assert [masks[kind].shape[2] for kind in expected] == [1, 1, 8]
 
 
 def test_the_attention_is_printed():
