@@ -303,8 +303,8 @@ def main():
           "| planned bytes | of published |\n|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
 
     def measure_row(name):
-        if ROWS[name].parallel is None:
-            pretraining.check_needs([pretraining.Row(side="torchtitan", float8=ROWS[name].precision == "fp8")])
+        side = "echelon" if ROWS[name].parallel else "torchtitan"
+        pretraining.check_needs([pretraining.Row(side, float8=ROWS[name].precision == "fp8")])
         measure(name, given.size)
 
     sys.exit(not measure_rows(given.rows, given.seconds, measure_row))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.families import small_model
 from tests.gpu.gpu_training import Case, train_on_gpu
+from tests.gpu.test_gpu_parity import BF16_LOSS, BF16_NORM, LOSS, NORM
 from tests.parity.packed import PackedPool
 from tests.parity.test_documents import DPO, KTO
 from tests.parity.training import Row, difference, hashes, train
@@ -15,8 +16,6 @@ from tests.stored_models import quantize_folder
 
 pytestmark = pytest.mark.gpu
 
-LOSS, NORM = 1e-4, 1e-3  # as in test_gpu_parity.py
-BF16_LOSS, BF16_NORM = 2e-2, 5e-2
 # The samples, and the row; `{folder}` is that of the teacher or base below.
 CASES = {
     "grpo": ("", Row(micro_batch=4, changes={
