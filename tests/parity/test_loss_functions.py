@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.objectives import loss_function
-from echelon.learn.objectives.loss import VocabularyShard
+from echelon.learn.objectives.loss import SHARD_PASSES, VocabularyShard, token_loss_sum
 from echelon.learn.objectives.loss_function import chunked_function_sum
+from echelon.learn.objectives.outputs import ObjectiveModule
 from tests.parity.loss_functions import smoothed_with_z
 from tests.parity.training import Row, check_training, references, train, with_ranks
 
@@ -73,3 +74,35 @@ def test_a_divided_vocabulary_gives_the_gradients_of_the_whole(workers):
     for whole, divided in workers.run(differentiate, 2):
         for expected, ours in zip(whole, divided, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def differentiate_compiled(rank, world_size):
+    """The graphs compiled for the cross-entropy of a divided vocabulary; its loss and gradient, and those of all."""
+    generator, graphs = torch.Generator().manual_seed(0), []
+    logits, labels = torch.randn(9, 64, generator=generator) * 4, torch.randint(0, 64, (9,), generator=generator)
+    labels[:3], part = -100, slice(32 * rank, 32 * rank + 32)
+    module, found = ObjectiveModule.__new__(ObjectiveModule), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    ObjectiveModule.compile_loss(module, count)
+    for arithmetic in (HeadArithmetic(), HeadArithmetic(0.5, 3.0)):
+        shards = [VocabularyShard(part.start, dist.group.WORLD, passes) for passes in (module.of_shard, SHARD_PASSES)]
+        ours, eager = (shard.loss_and_gradient(logits[:, part], labels, arithmetic, 2.0) for shard in shards)
+        leaf = logits.clone().requires_grad_()
+        loss = token_loss_sum(arithmetic.apply(leaf), labels)
+        loss.mul(2.0).backward()
+        found.append((ours, eager, (loss.detach(), leaf.grad[:, part])))
+    return len(graphs), found
+
+
+def test_the_loss_of_a_divided_vocabulary_is_compiled_around_its_two_sums(workers):
+    """Three graphs for each arithmetic; the loss and the gradient are those that autograd finds in one process."""
+    for num_graphs, cases in workers.run(differentiate_compiled, 2):
+        assert num_graphs == 6
+        for compiled, eager, expected in cases:
+            torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(eager, expected, rtol=1e-5, atol=1e-6)

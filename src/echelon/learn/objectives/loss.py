@@ -67,6 +67,42 @@ def loss_and_gradient(
     return (-scores).squeeze(-1).where(counts, 0.0).sum(), gradient
 
 
+def _find_largest(logits: Tensor, arithmetic: HeadArithmetic) -> Tensor:
+    """Return the largest logit of each token, [tokens, 1], fp32."""
+    return arithmetic.apply(logits).amax(-1, keepdim=True).float()
+
+
+def _add_up(logits: Tensor, columns: Tensor, arithmetic: HeadArithmetic, largest: Tensor) -> Tensor:
+    """Return the sum of exponentials and the label's logit, 0 if another rank has it, less `largest`: [2, tokens, 1].
+
+    `columns`: the place of each token's label among the logits, [tokens, 1]; outside of them for another rank's.
+    """
+    is_here = (columns >= 0) & (columns < logits.shape[-1])
+    at_label = arithmetic.apply(logits.gather(-1, columns.where(is_here, 0))) - largest
+    total = (arithmetic.apply(logits) - largest).exp_().sum(-1, keepdim=True)
+    return torch.stack([total, at_label.where(is_here, 0.0)])
+
+
+def _differentiate(
+    logits: Tensor, columns: Tensor, arithmetic: HeadArithmetic, largest: Tensor, total: Tensor, factors: Tensor
+) -> Tensor:
+    """Return the gradient of the loss of all ranks, given their sum of exponentials; arguments as of `_add_up`."""
+    is_here = (columns >= 0) & (columns < logits.shape[-1])
+    places, dtype = columns.where(is_here, 0), logits.dtype
+    there = arithmetic.apply(logits.gather(-1, places))
+    slope = arithmetic.differentiate(factors, there)
+    there = (there - largest).exp() / total * slope - slope * is_here
+    logits = arithmetic.apply(logits)
+    gradient = (logits - largest).exp_().div_(total).mul_(arithmetic.differentiate(factors, logits)).to(dtype)
+    rows = torch.arange(len(logits), device=logits.device)
+    return gradient.index_put_((rows, places.squeeze(-1)), there.squeeze(-1).to(dtype))
+
+
+SHARD_PASSES: tuple[Callable[..., Tensor], ...] = (_find_largest, _add_up, _differentiate)
+"""The passes over logits around the two all-reduces of a divided vocabulary; each may be compiled. They read logits
+and write their gradient, and compiled they keep nothing of their size in fp32."""
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
     """The tokens whose logits this rank computes.
@@ -74,22 +110,31 @@ class VocabularyShard:
     Attributes:
         offset: the id of the first one.
         group: the ranks that have the others, with the same number of tokens each.
+        passes: `SHARD_PASSES`, or the same compiled.
     """
 
     offset: int
     group: dist.ProcessGroup
+    passes: tuple[Callable[..., Tensor], ...] = SHARD_PASSES
 
     def scores(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the log-probability of each label, [tokens], fp32, 0 for NO_LABEL. Collective over `group`.
 
-        Its gradient is that of this rank's logits, if every rank is given the same upstream gradient.
-
         Args:
-            logits: of this rank's tokens, [tokens, part of the vocabulary].
+            logits: of this rank's tokens, [tokens, part of the vocabulary], without gradient.
             labels: [tokens], ids of the whole vocabulary.
         """
-        scores: Tensor = _Scores.apply(logits, labels, self)  # type: ignore[no-untyped-call]
-        return scores
+        _, sums = self._reduce(logits, labels, HeadArithmetic())
+        return (sums[1] - sums[0].log()).squeeze(-1).where(labels != NO_LABEL, 0.0)
+
+    def _reduce(self, logits: Tensor, labels: Tensor, arithmetic: HeadArithmetic) -> tuple[Tensor, Tensor]:
+        """Return the results of `_find_largest` and `_add_up` over all ranks."""
+        find_largest, add_up, _ = self.passes
+        largest = find_largest(logits, arithmetic)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        sums = add_up(logits, (labels - self.offset).unsqueeze(-1), arithmetic, largest)
+        dist.all_reduce(sums, group=self.group)
+        return largest, sums
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all tokens of the vocabulary, given those of this rank's. Collective over `group`.
@@ -107,11 +152,11 @@ class VocabularyShard:
 
         See the function `loss_and_gradient`; the logits are [tokens, part of the vocabulary].
         """
-        logits = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            scores = self.scores(arithmetic.apply(logits), labels)
-        [gradient] = torch.autograd.grad(scores, [logits], torch.full_like(scores, -1.0) * factor)
-        return -scores.detach().sum(), gradient
+        largest, sums = self._reduce(logits, labels, arithmetic)
+        counts, columns = labels != NO_LABEL, (labels - self.offset).unsqueeze(-1)
+        factors = (counts * factor).unsqueeze(-1)
+        gradient = self.passes[-1](logits, columns, arithmetic, largest, sums[0], factors)
+        return (sums[0].log() - sums[1]).squeeze(-1).where(counts, 0.0).sum(), gradient
 
 
 LossAndGradient = Callable[[Tensor, Tensor, HeadArithmetic, float | Tensor], tuple[Tensor, Tensor]]
@@ -372,33 +417,3 @@ class _Gathered(torch.autograd.Function):
     @override
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         return upstream[0][:, ctx.part], None
-
-
-class _Scores(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
-        exponentials = logits.to(torch.float32, copy=True)
-        largest = exponentials.amax(-1, keepdim=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
-        exponentials.sub_(largest)
-        columns = (labels - vocabulary.offset).unsqueeze(-1)
-        is_here = (columns >= 0) & (columns < logits.shape[-1])
-        places = columns.where(is_here, 0)
-        at_label = exponentials.gather(-1, places).where(is_here, 0.0)
-        exponentials.exp_()
-        sums = torch.stack([exponentials.sum(-1, keepdim=True), at_label])
-        dist.all_reduce(sums, group=vocabulary.group)
-        counts = (labels != NO_LABEL).unsqueeze(-1)
-        ctx.save_for_backward(exponentials.div_(sums[0]), places, is_here, counts)
-        ctx.dtype = logits.dtype
-        return (sums[1] - sums[0].log()).where(counts, 0.0).squeeze(-1)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, places, is_here, counts = ctx.saved_tensors
-        factors = upstream[0].unsqueeze(-1) * counts
-        # The probabilities are not needed again.
-        gradient = probabilities.mul_(-factors).scatter_add_(-1, places, factors * is_here)
-        return gradient.to(ctx.dtype), None, None

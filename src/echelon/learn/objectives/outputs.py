@@ -22,6 +22,7 @@ from echelon.learn.model.stage import Inflow, find_inlet, run_stage
 from echelon.learn.model.traits import Traits, find_traits
 from echelon.learn.objectives.loss import (
     IGNORE,
+    SHARD_PASSES,
     LossAndGradient,
     VocabularyShard,
     chunked_log_probabilities,
@@ -146,7 +147,8 @@ class DecoderOutputs:
         assert weight is not None
         if self._vocabulary_ranks is None:
             return weight, bias, None
-        return weight, bias, VocabularyShard(len(weight) * self._vocabulary_ranks.rank(), self._vocabulary_ranks)
+        offset, passes = len(weight) * self._vocabulary_ranks.rank(), self._module.of_shard
+        return weight, bias, VocabularyShard(offset, self._vocabulary_ranks, passes)
 
     def _collect(self, values: Tensor) -> Tensor:
         """Return outputs of the model, [rows, width, dim], for each position of the microbatch, [batch, seq, dim]."""
@@ -366,6 +368,8 @@ class ObjectiveModule(nn.Module):
         self.vocabulary_ranks = vocabulary_ranks
         self.of_chunk: LossAndGradient = loss_and_gradient
         """The loss and the gradient of a chunk of cross-entropy: see `chunked_loss_sum`."""
+        self.of_shard = SHARD_PASSES
+        """The same of a divided vocabulary."""
         self.prepare_loss: Callable[[LossFn], LossFn] = lambda function: function
         """Returns a loss function as it runs: itself, or compiled."""
         # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
@@ -386,6 +390,7 @@ class ObjectiveModule(nn.Module):
     def compile_loss(self, backend: str) -> None:
         """Compile what lies between the head's logits and their gradient, and every loss function at its first use."""
         self.of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
+        self.of_shard = tuple(torch.compile(run, backend=backend, fullgraph=True) for run in SHARD_PASSES)
         self.prepare_loss = lru_cache(maxsize=8)(partial(torch.compile, backend=backend))
 
     @override
