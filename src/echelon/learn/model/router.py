@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -166,7 +167,8 @@ class RouterTap:
             for router in self.routers:
                 module = self._modules[router.name]
                 if id(module) in inside:
-                    module.forward = functools.partial(_record, module.forward, router.index, held)
+                    module.tapped = (module.forward, router.index, held)
+                    module.forward = MethodType(_record, module)  # a partial would be compiled for each layer
             layer.forward = functools.partial(_deliver, layer.forward, held)
 
     def open_outside(self, layers: Iterable[nn.Module]) -> None:
@@ -210,7 +212,8 @@ class RouterTap:
         return torch.zeros(self.num_routers, self._num_experts, device=device) if counts is None else counts
 
 
-def _record(forward: Callable[..., Any], index: int, held: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+def _record(module: Any, *args: Any, **kwargs: Any) -> Any:
+    forward, index, held = module.tapped
     output = forward(*args, **kwargs)
     held.append(output[index] if isinstance(output, tuple) else output)
     return output
