@@ -22,6 +22,7 @@ MORE = [
     with_ranks(Row({"dp_shard": 2, "ep": 2, "reduce_gradients": "last"}, family="mixtral"), 2, micro_batch=2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, compile=True), 2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, compile=True, checkpointing="full"), 2),
+    with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, compile=True, checkpointing="selective"), 2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, precision="bf16"), 2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, optimizer="muon"), 2),
     with_ranks(Row({"dp_shard": 4, "ep": 2}, family="mixtral", optimizer="adafactor"), 4),

@@ -322,7 +322,9 @@ def _kept_by_layer(
             kept, redone = layer_input, layer
         case "selective":
             sent = sum(axis.result_bytes(shape, plan, by.compute) for axis in AXES)
-            kept, redone = layer_input + outputs + sent, max(0, layer - outputs)  # the recomputation reuses them
+            # A graph for the experts keeps its input too; the recomputation reuses outputs.
+            inputs = layer_input * (1 + (plan.compile and plan.divides_graphs(bool(shape.experts))))
+            kept, redone = inputs + outputs + sent, max(0, layer - outputs)
     every = plan.checkpoint_every
     by_layer = [kept if number % every == 0 else layer for number in range(1, shape.num_layers + 1)]
     # If layers follow that keep all, they are done and free when a layer is recomputed.

@@ -276,7 +276,7 @@ class ParallelPlan:
 
     def divides_graphs(self, has_experts: bool) -> bool:
         """Whether a compiled layer is several graphs, with what ranks exchange between them."""
-        return self.ep > 1 or (self.tp > 1 and has_experts) or (self.cp > 1 and self.cp_method != "ring")
+        return self.ep > 1 or (self.tp > 1 and has_experts)
 
     @property
     def stages_per_rank(self) -> int:

@@ -173,8 +173,7 @@ class Software:
 
 def choose_software(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> Software:
     """What echelon runs: the attention that PyTorch chooses, and fused layers if they are compiled."""
-    is_eager = plan.activation_checkpointing == "selective" and plan.divides_graphs(bool(shape.experts))
-    return Software(_choose_attention(shape, plan, cluster), plan.compile and not is_eager, moves_adapters=True)
+    return Software(_choose_attention(shape, plan, cluster), plan.compile, moves_adapters=True)
 
 
 def _choose_attention(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> AttentionKernel:

@@ -262,13 +262,6 @@ def test_attention_with_bounds_masks_or_dropout_is_not_that_of_cudnn(shape, fiel
     assert choose_software(shape, plan, parse_devices("8xH200")).attention == kernel
 
 
-def test_layers_in_which_ranks_exchange_are_compiled_unless_selective_checkpointing_is_around_them():
-    divided = replace(FSDP, compile=True, cp=2, cp_method="ulysses")
-    for kept, is_fused in (("none", True), ("full", True), ("selective", False)):
-        assert choose_software(LLAMA, replace(divided, activation_checkpointing=kept), CLUSTER).fused is is_fused
-    assert choose_software(LLAMA, replace(FSDP, compile=True, activation_checkpointing="selective"), CLUSTER).fused
-
-
 def test_attention_that_keeps_documents_apart_is_charged_at_the_slower_kernel():
     """335 of 989 TFLOP/s on an H100, and 0.6 of them (Shah et al. 2024)."""
     plan = replace(FSDP, precision=Precision(compute="bfloat16"))

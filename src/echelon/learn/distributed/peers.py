@@ -1,5 +1,7 @@
 """Exchanges between the ranks that share sequences. Gradients flow through them."""
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -11,6 +13,21 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_to_
 from typing_extensions import override
 
 from echelon.learn.distributed.mesh import wait_for
+
+BY_NUMBER: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Ranks that exchange, by the number that operations of torch get, because these take no objects."""
+
+_NUMBERS = itertools.count()
+
+
+def give_number(peers: Any) -> int:
+    """Return a number by which operations find `peers` while they exist.
+
+    It is a constant of compiled graphs, which a later process finds in the compiler's cache by the same number.
+    """
+    number = next(_NUMBERS)
+    BY_NUMBER[number] = peers
+    return number
 
 
 def keep_received(tensor: Tensor) -> Tensor:
@@ -86,16 +103,17 @@ class GroupPeers(Isolatable, Peers):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
+        self._number = give_number(self)
 
     @override
     def gather(self, part: Tensor) -> Tensor:
         """The gradients of a part are summed in fp32."""
-        whole: Tensor = _Gather.apply(part, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _gather(part, self._number)
         return whole
 
     @override
     def swap(self, parts: Tensor) -> Tensor:
-        received: Tensor = _Swap.apply(parts, self)  # type: ignore[no-untyped-call]
+        received: Tensor = _swap(parts, self._number)
         return received
 
     @override
@@ -127,43 +145,42 @@ class GroupPeers(Isolatable, Peers):
     def collect(self, part: Tensor) -> Tensor:
         """`gather` without gradient."""
         if not self._sends:
-            return keep_received(part.expand(self.size, *part.shape).clone())
+            return part.expand(self.size, *part.shape).clone(memory_format=torch.contiguous_format)
         whole: Tensor = all_gather_tensor(part.contiguous().flatten(), 0, self._group)
         return keep_received(whole).view(self.size, *part.shape)
 
     def deliver(self, parts: Tensor) -> Tensor:
         """`swap` without gradient."""
         if not self._sends:
-            return keep_received(parts.clone())
+            return parts.clone(memory_format=torch.contiguous_format)
         return send_rows(parts, self._group)
 
 
-class _Gather(torch.autograd.Function):
-    """The gradient is a reduce-scatter, as an exchange and a sum: gloo's own sends twice the bytes."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, peers: GroupPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.collect(part)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-        received = ctx.peers.deliver(gradients)
-        return received.sum(0, dtype=torch.float32).to(received.dtype), None
+@torch.library.custom_op("echelon::gather", mutates_args=())
+def _gather(part: Tensor, peers: int) -> Tensor:
+    """`GroupPeers.collect` as one operation of a compiled graph."""
+    ranks: GroupPeers = BY_NUMBER[peers]
+    return ranks.collect(part)
 
 
-class _Swap(torch.autograd.Function):
-    """An exchange is its own inverse and transpose."""
+@torch.library.custom_op("echelon::swap", mutates_args=())
+def _swap(parts: Tensor, peers: int) -> Tensor:
+    """`GroupPeers.deliver` likewise. An exchange is its own inverse and transpose."""
+    ranks: GroupPeers = BY_NUMBER[peers]
+    return ranks.deliver(parts)
 
-    @staticmethod
-    @override
-    def forward(ctx: Any, parts: Tensor, peers: GroupPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.deliver(parts)
 
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.deliver(gradients), None
+def _add_up_parts(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+    """A reduce-scatter, as an exchange and a sum: gloo's own sends twice the bytes."""
+    received = _swap(gradients, ctx.peers)
+    return received.sum(0, dtype=torch.float32).to(received.dtype), None
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.peers = inputs[1]
+
+
+_gather.register_fake(lambda part, peers: part.new_empty(BY_NUMBER[peers].size, *part.shape))
+_swap.register_fake(lambda parts, peers: parts.new_empty(parts.shape))
+_gather.register_autograd(_add_up_parts, setup_context=_remember)
+_swap.register_autograd(lambda ctx, gradients: (_swap(gradients, ctx.peers), None), setup_context=_remember)

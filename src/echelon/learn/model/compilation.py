@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -43,7 +44,7 @@ class _LimitWatch(logging.Handler):
 _WATCH = _LimitWatch()
 
 
-def apply_compile(layers: Iterable[nn.Module], backend: str, memory_budget: float | None = None) -> None:
+def apply_compile(layers: Iterable[nn.Module], backend: Any, memory_budget: float | None = None) -> None:
     """Compile each decoder layer's forward. Equal layers share one compilation.
 
     The forward is compiled rather than the module: hooks of FSDP stay outside the graph, and names stay as they are.
@@ -51,6 +52,7 @@ def apply_compile(layers: Iterable[nn.Module], backend: str, memory_budget: floa
     switched off: a layer is small enough to be reduced whole.
 
     Args:
+        backend: the name of a backend of `torch.compile`, or itself.
         memory_budget: the share of a layer's activations that is kept, from 0 (its inputs alone) to 1 (what the
             compiler keeps by itself), the default. It recomputes what takes the fewest FLOPs.
     """

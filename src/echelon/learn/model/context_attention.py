@@ -82,7 +82,6 @@ class Context:
         output: Tensor = self._exchange(module, query, key, value, mask, **options)
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _exchange(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Tensor:

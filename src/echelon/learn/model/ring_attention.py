@@ -10,8 +10,6 @@ of the keys of an earlier rank, all queries attend to the early chunk; those of 
 queries.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from echelon.learn.distributed.peers import Peers
+from echelon.learn.distributed.peers import BY_NUMBER, Peers, give_number
 from echelon.learn.distributed.sequence_part import SequencePart
 
 
@@ -42,11 +40,6 @@ _FLASH_DTYPES, _FLASH_WIDTH = (torch.bfloat16, torch.float16), 8
 
 aten = torch.ops.aten
 
-_RINGS: "weakref.WeakValueDictionary[int, Ring]" = weakref.WeakValueDictionary()
-"""Each ring by the number that the operation gets, because operations of torch take no objects."""
-
-_NUMBERS = itertools.count()
-
 
 class _Alone:
     """A ring of one rank, which has whole sequences."""
@@ -67,9 +60,7 @@ class Ring:
         self.merge: Any = _merge
         if compile_backend is not None:
             self.merge = torch.compile(_merge, backend=compile_backend, dynamic=True, fullgraph=True)
-        # A constant of compiled graphs, which a later process finds in the compiler's cache by the same number.
-        self._number = next(_NUMBERS)
-        _RINGS[self._number] = self
+        self._number = give_number(self)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None, sinks: Tensor | None = None
@@ -97,7 +88,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, ring: int, first: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [batch, part, heads, width], and the logarithms of sums, [batch, heads, part]."""
-    peers, packed = _RINGS[ring].peers, torch.cat([key, value], -1)
+    peers, packed = BY_NUMBER[ring].peers, torch.cat([key, value], -1)
     output = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     total = output.new_full(query.shape[:3], -torch.inf)
     if sinks is not None:  # what a query has found before the first turn: a key without a value
@@ -108,7 +99,7 @@ def _attend(
             block = _find_block(peers, turn, query, first)
             keys, values = torch.split(block.of_keys(packed), [key.shape[-1], value.shape[-1]], -1)
             block_output, sums = attend_block(block.of_queries(query), keys, values, block.hides, scale)
-            _RINGS[ring].merge(block.of_queries(output), block.of_queries(total), block_output, sums)
+            BY_NUMBER[ring].merge(block.of_queries(output), block.of_queries(total), block_output, sums)
             packed = packed if receive is None else receive()
     return output.transpose(1, 2).to(query.dtype).contiguous(), total
 
@@ -134,7 +125,7 @@ def _differentiate(
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, which are summed in fp32."""
-    peers, packed = _RINGS[ring].peers, torch.cat([key, value], -1)
+    peers, packed = BY_NUMBER[ring].peers, torch.cat([key, value], -1)
     of_query = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     of_packed = of_query.new_zeros(packed.shape)
     receive_sum: Callable[[], Tensor] | None = None

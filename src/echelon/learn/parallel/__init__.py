@@ -19,7 +19,12 @@ from echelon.learn.model.traits import Traits
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.parallel.data_parallel import apply_fully_shard, build_data_parallel
 from echelon.learn.parallel.expert import divide_experts, find_experts
-from echelon.learn.parallel.kept_activations import KEPT_OPERATIONS, checkpoint_activations, offload_activations
+from echelon.learn.parallel.kept_activations import (
+    KEPT_OPERATIONS,
+    checkpoint_activations,
+    compile_selective,
+    offload_activations,
+)
 from echelon.learn.parallel.pipeline import Pipeline, StagePart
 from echelon.learn.parallel.step import DataParallel, ForwardBackward, Parallel, SingleStage
 from echelon.planner.plan import ParallelPlan
@@ -57,7 +62,7 @@ def shard_model(
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
-    _checkpoint_and_compile(layers, plan, compile_backend, plan.divides_graphs(has_experts))
+    checkpoint_and_compile(layers, plan, compile_backend, plan.divides_graphs(has_experts))
     if plan.activation_offloading:
         offload_activations(find_layers(model), horizon=plan.activation_loading_horizon)
     if tap is not None:
@@ -71,15 +76,24 @@ def shard_model(
     return module
 
 
-def _checkpoint_and_compile(layers: Sequence[nn.Module], plan: ParallelPlan, backend: str, is_divided: bool) -> None:
-    """Compile around a checkpoint, so that a layer recomputes inside its own graph; or inside, if it is several graphs:
-    torch compiles nothing of a checkpoint in which a graph ends (pytorch/pytorch#139989)."""
-    is_inside = plan.compile and is_divided and plan.activation_checkpointing == "full"
+def checkpoint_and_compile(layers: Sequence[nn.Module], plan: ParallelPlan, backend: str, is_divided: bool) -> None:
+    """Checkpoint and compile decoder layers as the plan says.
+
+    A checkpoint is inside of what is compiled, so that a layer recomputes in its own graph. But torch compiles nothing
+    of a checkpoint in which a graph ends (pytorch/pytorch#139989): if a layer `is_divided` into several graphs, a full
+    checkpoint is around them, and for a selective one each recomputes by itself what it does not keep.
+    """
+    policy, every, compiles = plan.activation_checkpointing, plan.checkpoint_every, plan.compile
+    kept = layers[every - 1 :: every] if compiles and is_divided and policy == "selective" else []
+    is_inside = compiles and is_divided and policy == "full"
+    if not (kept or is_inside):
+        checkpoint_activations(layers, policy, every)
+    if compiles:
+        apply_compile([layer for layer in layers if layer not in kept], backend, plan.activation_memory_budget)
+    if kept:
+        compile_selective(kept, backend)
     if is_inside:
-        apply_compile(layers, backend)
-    checkpoint_activations(layers, plan.activation_checkpointing, plan.checkpoint_every)
-    if plan.compile and not is_inside:
-        apply_compile(layers, backend, plan.activation_memory_budget)
+        checkpoint_activations(layers, policy, every)
 
 
 @dataclass(frozen=True)

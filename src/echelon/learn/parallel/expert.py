@@ -233,6 +233,8 @@ class ExpertDispatch:
         self._share = share
         self._num_each = num_experts // group.size
         self._num_local = self._num_each // share.count
+        self.run = self._run
+        """What a call does; checkpointing wraps it."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ between steps
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -243,6 +245,9 @@ class ExpertDispatch:
             top_k_index: the experts of each token, [tokens, chosen].
             top_k_weights: their weights.
         """
+        return self.run(hidden_states, top_k_index, top_k_weights)
+
+    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_tokens, num_chosen = top_k_index.shape
         chosen = self._share.number(top_k_index.flatten(), self._num_each, self.group.size)
         capacity = num_tokens * min(num_chosen, self._num_local)

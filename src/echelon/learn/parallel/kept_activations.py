@@ -11,16 +11,21 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from echelon.learn.model import blocked_attention, flex_attention, varlen_attention  # noqa: F401  (define operations that are kept)
+from echelon.learn.model.compilation import apply_compile
 from echelon.learn.parallel.expert import find_dispatches, keep_routes
 
 # What `selective` keeps: results of matrix products, attention and collectives, the costly part of a layer. The rest is
@@ -43,6 +48,8 @@ KEPT_OPERATIONS = {
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops.echelon.gather.default,
+    torch.ops.echelon.swap.default,
 }
 # Smaller storages stay on the device: they are many, and starting a copy takes as long as copying this much.
 SMALLEST = 2**20
@@ -62,7 +69,7 @@ def checkpoint_activations(layers: Sequence[nn.Module] | nn.ModuleList, policy: 
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
+        options["context_fn"] = _SELECTIVE
     for layer in layers[every - 1 :: every]:
         kept = dict(options)
         if any(find_dispatches(layer)):
@@ -70,8 +77,36 @@ def checkpoint_activations(layers: Sequence[nn.Module] | nn.ModuleList, policy: 
         layer.forward = functools.partial(checkpoint, layer.forward, **kept)
 
 
+def compile_selective(layers: Iterable[nn.Module], backend: Any) -> None:
+    """Compile layers that are several graphs, which keep what `selective` keeps, as the dispatch to experts does."""
+    apply_compile(layers, _keeping_products(backend))
+    contexts = functools.partial(keep_routes, _SELECTIVE)
+    for dispatch in chain.from_iterable(map(find_dispatches, layers)):
+        dispatch.run = functools.partial(checkpoint, dispatch.run, use_reentrant=False, context_fn=contexts)
+
+
+@functools.cache
+def _keeping_products(backend: Any) -> Callable[[GraphModule, Any], Any]:
+    """Return a backend of `torch.compile` that has each graph recompute what `selective` does not keep."""
+    compile_graph = lookup_backend(backend)
+
+    def compile_checkpointed(graph: GraphModule, inputs: Any) -> Any:
+        around = Graph()
+        given = [around.node_copy(node) for node in graph.graph.find_nodes(op="placeholder")]
+        graph.meta["_checkpoint_context_fn"] = _SELECTIVE
+        returned = around.call_function(tag_activation_checkpoint, (around.get_attr("layer"), *given))
+        outputs: Any = graph.graph.output_node().args[0]
+        around.output(tuple(around.call_function(getitem, (returned, index)) for index in range(len(outputs))))
+        return compile_graph(GraphModule({"layer": graph}, around), inputs)
+
+    return compile_checkpointed
+
+
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
 
 
 class SideStream:
