@@ -63,7 +63,7 @@ def test_control_characters_are_replaced_and_nothing_else():
         "runs a --json",
     ],
 )
-def test_a_run_does_not_control_the_terminal(echelon, tmp_path, command):  # noqa: F811
+def test_a_run_does_not_control_the_terminal(echelon, tmp_path, command):
     write_nasty_run(tmp_path / "a")
     code, out, err = echelon(*command.split())
     assert code == 0 and err == "" and out
@@ -72,7 +72,7 @@ def test_a_run_does_not_control_the_terminal(echelon, tmp_path, command):  # noq
         assert "a\ufffd]0;pwned" in out
 
 
-def test_a_run_does_not_break_its_pages(echelon, tmp_path):  # noqa: F811
+def test_a_run_does_not_break_its_pages(echelon, tmp_path):
     path = write_nasty_run(tmp_path / "a")
     for command in ("report a", "report a --compare a"):
         code, out, err = echelon(*command.split())

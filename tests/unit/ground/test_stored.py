@@ -109,7 +109,7 @@ NAMES = (
 
 @pytest.mark.parametrize("kind", ["fifo", "zero"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_folder_does_not_stop_a_command(echelon, tmp_path, name, kind):  # noqa: F811
+def test_a_run_folder_does_not_stop_a_command(echelon, tmp_path, name, kind):
     path = write_run(tmp_path / "a", plan={}, environment={}, estimate={}, spending={})
     (path / "logs").mkdir()
     replace(path / name, kind)

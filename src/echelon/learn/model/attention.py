@@ -32,6 +32,7 @@ from echelon.learn.model.varlen_attention import VARLEN, count_starts, find_star
 PLAIN_CAUSAL = "echelon_plain_causal"
 # `sdpa` under a name for which `transformers` always builds a mask. For `sdpa` it asks first whether one is needed, and
 # the host waits for a GPU's answer.
+PADDED = "echelon_padded"
 # A mask of this form has where documents start; of layers with a window, for each query the first key it attends to.
 FIRST_KEYS = "echelon_first_keys"
 
