@@ -77,6 +77,7 @@ def _replace_torch_cuda(torch):
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, _answering(answer))
+    torch.cuda.default_generators = (_build_generator(torch),)
     for owner, names in {
         CudaInterface: {"is_available": True, "get_device_properties": H100, "get_compute_capability": 90,
                         "current_device": 0, "get_raw_stream": 0, "synchronize": None},
@@ -86,6 +87,17 @@ def _replace_torch_cuda(torch):
             setattr(owner, name, staticmethod(_answering(answer)))
     torch._C._cuda_getCurrentRawStream = _answering(0)
     torch._subclasses.fake_tensor.init_gpu_context = _answering(None)
+
+
+def _build_generator(torch):
+    """The device's random numbers, of which attention keeps the state for when it is recomputed."""
+
+    class Generator(torch.Generator):
+        clone_state = graphsafe_get_state = lambda self: self
+        graphsafe_set_state = lambda self, state: self  # noqa: E731
+        device = torch.device("cuda", 0)
+
+    return Generator()
 
 
 def _answering(answer):

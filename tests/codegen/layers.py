@@ -13,15 +13,20 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 import echelon.learn.model.attention  # noqa: F401 - registers the kernels by name
+from echelon.learn.distributed.peers import GroupPeers, give_number
 from echelon.learn.engines.prepared_layers import place_buffers, prepare_layers
 from echelon.learn.model.build import build_on_meta, load_config
 from echelon.learn.model.compilation import apply_compile
+from echelon.learn.model.context_attention import CONTEXT, Context
 from echelon.learn.model.flex_attention import FLEX
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.varlen_attention import VARLEN
+from echelon.learn.parallel import checkpoint_and_compile
+from echelon.learn.parallel.expert import ExpertDispatch, FixedCapacity, find_experts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import AdapterConfig
+from echelon.recipe.training import CpMethod
 from tests.codegen.compiler import backend
 
 ROWS, LENGTH, HIDDEN, HEADS, WIDTH, DOCUMENTS = 8, 2048, 2048, 16, 128, 64
@@ -74,11 +79,24 @@ def _documents() -> dict[str, Any]:
     return {"cu_seq_lens_q": new(DOCUMENTS + 1, dtype=torch.int32), "max_length_q": LENGTH}
 
 
-def compile_layer(packed: bool = True, **kind: Any) -> None:
-    """A layer of packed documents, or of one text a row."""
-    layer = build_layer(**kind)
-    apply_compile([layer], backend())
+def compile_layer(packed: bool = True, kept: str = "none", cp: CpMethod | None = None, **kind: Any) -> None:
+    """A layer of packed documents, or of one text a row; `kept` by checkpointing; with `cp`, on one of two ranks."""
+    layer = build_layer(**kind, **({} if cp is None else {"attention": CONTEXT}))
+    for module in layer.modules() if cp is not None else ():
+        module.context = Context(_Half(), cp, "sdpa")
+    found = find_experts(layer).values()
+    for experts in found:
+        experts.forward = ExpertDispatch(experts, FixedCapacity(None), len(next(experts.parameters())))
+    plan = ParallelPlan("ddp", compile=True, activation_checkpointing=kept)
+    checkpoint_and_compile([layer], plan, backend(), is_divided=bool(found))
     run_layer(layer, **(_documents() if packed else {}))
+
+
+class _Half(GroupPeers):
+    """The first of two ranks, which send nothing, as nothing runs."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self._number = 0, 2, give_number(self)
 
 
 def compile_liger() -> None:

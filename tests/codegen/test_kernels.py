@@ -25,7 +25,14 @@ KERNELS = {
     "layer": 10,
     "layer with repeated heads": 13,
     "layer, plain causal": 11,
+    "layer, selective": 13,
+    "layer, full": 17,
+    "layer, plain causal, full": 15,
+    "layer on two ranks, selective": 26,
+    "layer of experts, selective": 17,
     "layer with LoRA": 17,
+    "layer with LoRA, selective": 19,
+    "layer with LoRA, full": 22,
     "layer with QLoRA": 19,
     "layer in float8": 33,
     "layer with Liger's kernels": 8,
@@ -43,11 +50,20 @@ COMPILED_LAYERS = [name for name in KERNELS if name.startswith("layer") and "Lig
 # The operation that attention is in each of them. Without documents, torch prefers cuDNN's on this device.
 ATTENTION = dict.fromkeys(COMPILED_LAYERS, "_varlen_attn") | {
     "layer, plain causal": "_scaled_dot_product_cudnn_attention",
+    "layer, plain causal, full": "_scaled_dot_product_cudnn_attention",
+    "layer on two ranks, selective": "_scaled_dot_product_cudnn_attention",
     "layer with soft-capped attention": "flex_attention",
 }
 # Calls in the forward and the backward pass. A layer has seven linear layers; each adds its adapter by one product.
-# With QLoRA, the compiler keeps the dequantised weights: the reason why `train.compile: auto` is off.
+# With QLoRA, the compiler keeps the dequantised weights: the reason why `train.compile: auto` is off. A full checkpoint
+# repeats all products but the last; a selective one none, nor an exchange of two: before and after attention.
 CALLS = {
+    "layer": ("extern_kernels.mm", 7, 14),
+    "layer, selective": ("extern_kernels.mm", 7, 14),
+    "layer, full": ("extern_kernels.mm", 7, 20),
+    "layer, plain causal, full": ("extern_kernels.mm", 7, 20),
+    "layer of experts, selective": ("extern_kernels.mm", 5, 10),
+    "layer on two ranks, selective": ("echelon.swap.default", 2, 2),
     "layer with LoRA": ("extern_kernels.addmm", 7, None),
     "layer with QLoRA": ("bitsandbytes.dequantize_4bit.default", 7, 0),
     "layer in float8": ("extern_kernels._scaled_mm", 7, 14),
@@ -71,7 +87,9 @@ def test_every_kernel_compiles(name, tmp_path):
     assert not re.search(rf"empty_strided_cuda\(\({TOKENS}, {VOCABULARY}\), [^)]*\), torch.float32", code)  # logits
     assert f"({ROWS}, {HEADS}, {LENGTH}, {LENGTH})" not in code  # scores
     if name in ATTENTION:
-        forward, backward = found["code"]  # no graph breaks
+        num_graphs = 3 if "experts" in name else 1  # the router's, and one that returns the experts' results
+        assert len(found["code"]) == 2 * num_graphs
+        forward, backward = "\n".join(found["code"][:num_graphs]), "\n".join(found["code"][num_graphs:])
         assert ATTENTION[name] in forward
         assert f"{ATTENTION[name]}_backward" in backward
     if name in CALLS:
