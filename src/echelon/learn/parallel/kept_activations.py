@@ -92,9 +92,9 @@ def _keeping_products(backend: Any) -> Callable[[GraphModule, Any], Any]:
 
     def compile_checkpointed(graph: GraphModule, inputs: Any) -> Any:
         around = Graph()
-        given = [around.node_copy(node) for node in graph.graph.find_nodes(op="placeholder")]
+        arguments = [around.node_copy(node) for node in graph.graph.find_nodes(op="placeholder")]
         graph.meta["_checkpoint_context_fn"] = _SELECTIVE
-        returned = around.call_function(tag_activation_checkpoint, (around.get_attr("layer"), *given))
+        returned = around.call_function(tag_activation_checkpoint, (around.get_attr("layer"), *arguments))
         outputs: Any = graph.graph.output_node().args[0]
         around.output(tuple(around.call_function(getitem, (returned, index)) for index in range(len(outputs))))
         return compile_graph(GraphModule({"layer": graph}, around), inputs)
