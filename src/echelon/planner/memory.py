@@ -12,6 +12,7 @@ from echelon.ground.sizes import count_noun, render_bytes
 from echelon.planner.activations import FP32_BYTES, activation_bytes, answer_bytes, deferred_bytes, knows_compiled
 from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.axes.axis import RankLoad
+from echelon.planner.axes.data import count_apart
 from echelon.planner.axes.table import AXES, count_absent, keep_heaviest, rank_loads
 from echelon.planner.hardware.accelerators import Cluster, DeviceKind
 from echelon.planner.memory_parts import MemoryParts, StoredBytes
@@ -404,8 +405,11 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> _States:
     unreduced = trained - (shape.num_layers * absent if plan.adapter is None else 0)
     whole_gradients = unreduced * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
     shards = (0, 0, 0) if plan.cpu_offload else _shard_states(shape, plan)
-    # all-gather input, reduce-scatter input
-    buffers = whole + max(part.gathered(compute) + part.trained * reduced for part in (layer, outside))
+    # all-gather input, reduce-scatter input; embedding and head are apart
+    apart = count_apart(shape, plan)
+    less = apart * (compute + (reduced if outside.trained >= 2 * apart else 0))
+    sizes = [part.gathered(compute) + part.trained * reduced for part in (layer, outside)]
+    buffers = whole + max(sizes[0], sizes[1] - less)
     return _States(*shards, buffers, gathered=gathered, unreduced=whole_gradients)
 
 

@@ -25,7 +25,7 @@ def why(plan):
 
 
 @pytest.mark.parametrize(
-    ("devices", "chosen"), [("8xH100", "none"), ("16xA100-40", "selective"), ("8xA100-40", "full")]
+    ("devices", "chosen"), [("8xH100", "none"), ("16xRTXPRO6000", "selective"), ("8xA100-40", "full")]
 )
 def test_auto_is_the_fastest_that_fits(devices, chosen):
     cluster = parse_devices(devices)
@@ -43,7 +43,7 @@ def test_on_devices_of_unknown_speed_it_is_the_first_that_fits():
     device = parse_devices("8xH100")
     known = device.accelerator.memory_bytes
     found = []
-    for share in (1, 0.8, 0.6):
+    for share in (1, 0.8, 0.55):
         unknown = replace(device.accelerator, name="a GPU", memory_bytes=int(known * share))
         recipe = Recipe.model_validate(fields("auto", micro_batch_size=2))
         plan = resolve_plan(recipe, SHAPE, replace(device, accelerator=unknown))

@@ -41,7 +41,7 @@ def choose(devices, shape=SHAPE, given=None, **train):
 
 def test_a_simple_plan_is_taken_if_no_other_is_clearly_faster():
     """Also where the search finds a faster pipeline, but by less than 10 %."""
-    plan, line = choose("8xH100", activation_checkpointing="full", micro_batch_size=1)
+    plan, line = choose("8xH100", activation_checkpointing="full", micro_batch_size=2)
     assert (plan.strategy, plan.tp, plan.pp) == ("zero2", 1, 1)
     assert "zero2, the fastest of those that fit, by the predicted time of a step on H100 with nvlink4: " in line
     sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "vocab_size": 32000}
@@ -58,7 +58,7 @@ def test_a_simple_plan_is_taken_if_no_other_is_clearly_faster():
 
 def test_one_gpu_keeps_both_copies_of_the_gradients_where_they_fit():
     """ZeRO-1 then copies a gradient once a step, ZeRO-2 in each microbatch; the latter needs less memory."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 28, "vocab_size": 32000}
+    sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 32, "vocab_size": 32000}
     small = LLAMA | sizes | {"num_attention_heads": 16, "num_key_value_heads": 16}
     given = fields(config=small, global_batch_size=192)
     plan, line = choose("1xH100", build_shape(small), given)

@@ -67,10 +67,10 @@ STATES = {
     # 4-bit and bf16 weights; 18 bytes per trained one (fp32, bf16 copy, gradient, moments); the largest weight in bf16
     "qlora-8b": PACKED_8B + 2 * OUTSIDE_8B + 18 * LORA_64 + 2 * 4096 * 14336,
     "lora-8b-ddp": 2 * ALL_8B + 18 * LORA_16,
-    # 16 bytes each over 8 ranks; gathered weights in bf16; bf16 and fp32 buffers of all parameters outside the layers
-    "finetune-8b-fsdp": 16 * ALL_8B / 8 + 2 * (OUTSIDE_8B + 2 * LAYER_8B) + 6 * OUTSIDE_8B,
+    # 16 bytes each over 8 ranks; gathered weights in bf16; bf16 and fp32 buffers of the head, half of what is outside
+    "finetune-8b-fsdp": 16 * ALL_8B / 8 + 2 * (OUTSIDE_8B + 2 * LAYER_8B) + 3 * OUTSIDE_8B,
     "qlora-70b-fsdp": (PACKED_70B + 2 * OUTSIDE_70B + 16 * LORA_64_70B) / 8 + 2 * OUTSIDE_70B
-    + 2 * (PACKED_70B + 2 * LORA_64_70B) / 80 + 2 * OUTSIDE_70B + 2 * 8192 * 28672,
+    + 2 * (PACKED_70B + 2 * LORA_64_70B) / 80 + OUTSIDE_70B + 2 * 8192 * 28672,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -181,22 +182,24 @@ def test_one_gpu_adds_gradients_up_before_it_reduces_them():
     assert first < second
 
 
-def test_sharded_parameters_are_gathered_twice_and_reduced_once_for_each_microbatch():
-    weights = LAYER + 2 * 4096 + (2 * 32000 * 4096 + 4096) / 32
-    latency = 13e-6 + 3 * 30e-6  # 8 GPUs inside a machine, 8 machines
-    gather = latency + 2 * weights * 7 / 8 / (8 * 24e9)
-    reduce = latency + 4 * weights * 7 / 8 / (8 * 24e9)
-    found = step_of().exposed_communication
-    assert found["shard"] == pytest.approx(4 * 32 * (2 * gather + reduce))
+def seconds_of(weights):
+    """Of (the gather, the reduction) of so many: 8 GPUs inside a machine, 8 machines."""
+    return [13e-6 + 3 * 30e-6 + number * weights * 7 / 8 / (8 * 24e9) for number in (2, 4)]
+
+
+@pytest.mark.parametrize(("overlap", "is_tied"), [(0.0, False), (0.0, True), (0.76, False)])
+def test_sharded_parameters_are_gathered_twice_and_reduced_once_for_each_microbatch(overlap, is_tied):
+    """The table that is looked up is so once, and beside nothing; all else is shorter than what it runs beside."""
+    table, seen = 32000 * 4096, 1 - overlap
+    gather, reduce = seconds_of(LAYER + 2 * 4096 + (0 if is_tied else table + 4096) / 32)
+    first, last = seconds_of(table + (4096 if is_tied else 0))
+    shape = replace(LLAMA, tied_embeddings=is_tied, num_parameters=LLAMA.num_parameters - is_tied * table)
+    step = partial(step_of, rates=replace(PLAIN, overlap=overlap), shape=shape)
+    found = step().exposed_communication
+    assert found["shard"] == pytest.approx(4 * (32 * seen * (2 * gather + reduce) + first + last), rel=1e-4)
     assert sum(found.values()) == pytest.approx(found["shard"])
-    kept = replace(FSDP, reshard_after_forward=False, reduce_gradients="last")
-    assert step_of(kept).exposed_communication["shard"] == pytest.approx(32 * (gather + reduce))
-
-
-def test_communication_runs_beside_computation():
-    # Everything is shorter than the computation of its layer, so that 24 % of it are exposed.
-    exposed, hidden = (step_of(rates=replace(PLAIN, overlap=part)).communication for part in (0.0, 0.76))
-    assert hidden == pytest.approx(0.24 * exposed)
+    kept = step(replace(FSDP, reshard_after_forward=False, reduce_gradients="last")).exposed_communication
+    assert kept["shard"] == pytest.approx(32 * seen * (gather + reduce) + first + last, rel=1e-4)
 
 
 def test_full_checkpointing_repeats_the_forward_pass_of_layers():

@@ -199,20 +199,28 @@ def _show(degrees: dict[str, int]) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in degrees.items())
 
 
+def count_apart(shape: ModelShape, plan: ParallelPlan) -> int:
+    """The weights of the head that are gathered, and their gradients reduced, apart from those of the embedding."""
+    return shape.num_embedding_parameters if plan.uses_fully_shard and shape.num_tables == 2 and not plan.stages else 0
+
+
 def data_seconds(step: Step, layer: LayerTime, count: int, head: LayerTime, weights: float) -> dict[str, float]:
     """Exposed communication in a step of a rank with `count` layers: between copies of the weights (`dp`), and of
     parameters that are sharded and their gradients (`shard`).
 
+    Nothing runs beside the gather and the reduction of what is outside of the layers, but for a head that is apart.
     `weights`: of a rank before sharding, for each of its layers.
     """
-    plan, adapter = step.plan, step.plan.adapter
-    steps = plan.num_microbatches
+    plan, adapter, part = step.plan, step.plan.adapter, step.part
+    steps, outside = plan.num_microbatches, part.num_parameters - step.shape.num_layers * part.num_layer_parameters
+    alone = 0 if plan.stages else outside - count_apart(part, plan)
+    layers = weights - alone / count
     trained = 1.0 if adapter is None else adapter.num_trained_parameters / step.shape.num_parameters
     forward = layer.forward + head.forward / count
     backward = layer.total - layer.forward + (head.total - head.forward) / count
     shard = find_group(plan, step.cluster, SHARDING)
-    links, gradients = shard.links.inside, weights * trained * DTYPE_BYTES[plan.precision.reduce]
-    gather = shard.all_gather(weights * plan.gathered_bytes, links.gather)
+    links, gradients = shard.links.inside, layers * trained * DTYPE_BYTES[plan.precision.reduce]
+    gather = shard.all_gather(layers * plan.gathered_bytes, links.gather)
     reduce = shard.all_gather(gradients, links.scatter)
     if plan.reshard_after_forward:  # gathered for the forward and again for the backward pass
         exposed = steps * (step.exposed(gather, forward) + step.exposed(gather, backward))
@@ -220,8 +228,11 @@ def data_seconds(step: Step, layer: LayerTime, count: int, head: LayerTime, weig
         exposed += plan.num_reductions * both
     else:
         exposed = step.exposed(gather, forward) + plan.num_reductions * step.exposed(reduce, backward)
+    first = shard.all_gather(alone * DTYPE_BYTES[plan.precision.compute], links.gather)
+    last = shard.all_gather(alone * trained * DTYPE_BYTES[plan.precision.reduce], links.scatter)
+    ends = steps * first + plan.num_reductions * last if plan.reshard_after_forward else first + last
     replicas = _replica_seconds(step, count, weights * trained / shard.size, backward)
-    return {"dp": replicas, "shard": count * exposed}
+    return {"dp": replicas, "shard": count * exposed + ends}
 
 
 def copied_bytes(plan: ParallelPlan) -> float:
