@@ -1,7 +1,6 @@
 """One rank of a model that trains under a plan: what a training script of your own calls."""
 
 import math
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,16 +14,12 @@ from torch.profiler import record_function
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from typing_extensions import override
 
-from echelon.ground.checksums import check_files
-from echelon.ground.errors import CheckpointError, ConfigError
-from echelon.learn.checkpoint.fill import fill_tensors
-from echelon.learn.checkpoint.folder import Checkpoint, find_checkpoints
-from echelon.learn.checkpoint.store import CheckpointStore
+from echelon.ground.errors import ConfigError
+from echelon.learn.checkpoints import Checkpoints, fill_from, find_checkpoint
 from echelon.learn.data.feed import Feed, find_batch_place, open_feed
 from echelon.learn.data.loader import BatchPlace, StepBatch
 from echelon.learn.data.prepared import PreparedData
 from echelon.learn.distributed.mesh import Meshes
-from echelon.learn.distributed.objects import agree
 from echelon.learn.engines import Engine
 from echelon.learn.engines.engine import Evaluation, Targets
 from echelon.learn.evaluation import ModelPasses
@@ -38,31 +33,6 @@ from echelon.recipe.document import Recipe
 if TYPE_CHECKING:
     from echelon.planner.memory_parts import MemoryParts
     from echelon.planner.model_shape import ModelShape
-
-
-class Checkpoints:
-    """The stores of the folders that a learner saves to."""
-
-    def __init__(self, keep_last: int) -> None:
-        """`keep_last`: how many checkpoints of a folder are kept."""
-        self._keep_last = keep_last
-        self._stores: dict[Path, CheckpointStore] = {}  # each has process groups, which are formed once
-
-    def save(self, folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint; returns when it is complete. Collective. Raises CheckpointError if it is not."""
-        store = self._stores.get(folder)
-        if store is None:
-            store = self._stores[folder] = CheckpointStore(folder, self._keep_last, asynchronous=False)
-            store.rehearse(tensors)
-        store.save(step, tensors, {"train": {"step": step}})
-        if store.is_saving:
-            raise CheckpointError(f"{folder}: the checkpoint of step {step} could not be written.")
-
-    def close(self) -> None:
-        """Release all stores. Collective."""
-        for store in self._stores.values():
-            store.close()
-        self._stores.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +237,7 @@ class Learner(ModelPasses):
             CheckpointError: there is none, it is damaged, or it is of another model.
         """
         checkpoint = find_checkpoint(Path(folder))
-        self.engine.load(partial(fill_tensors, checkpoint.path, process_group=self.meshes.everyone))
+        self.engine.load(partial(fill_from, checkpoint, self.meshes.everyone))
         self.num_steps, self._norm = checkpoint.step, None
 
     @override
@@ -286,22 +256,3 @@ class Learner(ModelPasses):
             self._feed.close()
             self._feed = None
         self._checkpoints.close()
-
-
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint that a folder is, or the newest one in it, after verifying its checksums. Collective.
-
-    Raises CheckpointError, on every rank, if there is none or it is damaged.
-    """
-
-    def find() -> Checkpoint:
-        siblings = {checkpoint.path.name: checkpoint for checkpoint in find_checkpoints(folder.parent)}
-        checkpoints = [siblings[folder.name]] if folder.name in siblings else find_checkpoints(folder)
-        if not checkpoints:
-            raise CheckpointError(
-                f"{folder} has no checkpoint (step-NNNNNNNN); give a folder that Learner.save has written."
-            )
-        check_files(checkpoints[-1].path, checksums=True)
-        return checkpoints[-1]
-
-    return agree(find)
