@@ -14,7 +14,7 @@ import pytest
 
 from echelon.ground.quiet_imports import garbage_kept
 from echelon.run.folder.run_folder import RunFolder
-from echelon.run.supervise.warm_start import WarmStart
+from echelon.run.supervise.workers import WarmStart
 from tests.dist.command import MARK, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
 from tests.waiting import wait_until
 

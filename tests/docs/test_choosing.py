@@ -9,7 +9,7 @@ import pytest
 
 import echelon.launch
 from echelon.ground.errors import EchelonError
-from echelon.launch.kubernetes.pod import KINDS
+from echelon.launch.kubernetes.manifest import KINDS
 from echelon.planner.choose import resolve_plan
 from echelon.planner.hardware.accelerators import parse_devices
 from echelon.planner.shape import build_shape

@@ -12,7 +12,7 @@ from kubernetes import client, config
 from urllib3.exceptions import HTTPError
 
 from echelon.ground.sockets import find_free_port
-from echelon.launch.kubernetes.pod import JobKind
+from echelon.launch.kubernetes.manifest import JobKind
 from tests.unit.launch.kubernetes.kubernetes_schemas import find_schema, inline
 from tests.unit.launch.kubernetes.kubernetes_server import write_kubeconfig
 from tests.waiting import wait_until

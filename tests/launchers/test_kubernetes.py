@@ -15,7 +15,7 @@ from kubernetes.config import kube_config
 
 from echelon.ground.errors import LaunchError
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
-from echelon.launch.kubernetes.pod import KINDS, RECIPE_PATH, JobKind
+from echelon.launch.kubernetes.manifest import KINDS, RECIPE_PATH, JobKind
 from echelon.launch.records import make_job, submit_job
 from echelon.run.folder.run_folder import RunFolder
 from tests.launchers.kube_cluster import GUEST, missing_programs, real_cluster

@@ -16,7 +16,7 @@ import yaml
 
 from echelon.ground.sockets import find_free_port
 from echelon.launch.kubernetes import launcher as kubernetes
-from echelon.launch.kubernetes.pod import RECIPE_PATH
+from echelon.launch.kubernetes.manifest import RECIPE_PATH
 from echelon.launch.records import make_job
 from echelon.recipe.load import load_recipe
 from tests.dist.command import RECIPE, TEXT, finish, start, write_recipe

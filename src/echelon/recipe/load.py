@@ -8,10 +8,18 @@ from pydantic import ValidationError
 
 from echelon.ground.errors import ConfigError, Fault
 from echelon.ground.stored import read_json, read_text
-from echelon.recipe.aliases import ALIASES, apply_aliases, translate
+from echelon.recipe.aliases import (
+    ALIASES,
+    REPLACED,
+    apply_aliases,
+    join_former,
+    read_former,
+    refuse_both,
+    replace_former,
+    translate,
+)
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.former_keys import REPLACED, join_former, read_former, refuse_both, replace_former
 from echelon.recipe.keys import dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.names import DIALECTS

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from echelon.ground.errors import ConfigError
-from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT, apply_aliases
+from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT, apply_aliases, read_former, replace_former
+from echelon.recipe.aliases import FORMER as FORMER_KEYS
 from echelon.recipe.document import Recipe
 from echelon.recipe.draft import Draft
-from echelon.recipe.former_keys import FORMER as FORMER_KEYS
-from echelon.recipe.former_keys import read_former, replace_former
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.load import build_recipe, parse_recipe
 from echelon.recipe.render import recipe_mapping

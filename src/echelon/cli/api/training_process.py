@@ -43,7 +43,7 @@ from echelon.recipe.render import recipe_mapping
 from echelon.run.lifecycle.early_checks import check_early
 from echelon.run.supervise.agent import worker_argv
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
-from echelon.run.supervise.warm_start import workers_warmed
+from echelon.run.supervise.workers import workers_warmed
 
 # Signals that are forwarded to the run, which then saves and stops, if they would otherwise end the caller at once.
 _HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)

@@ -8,8 +8,15 @@ from pathlib import PurePosixPath
 
 from echelon.ground.errors import ConfigError, MissingSettingError
 from echelon.launch.job import JobSpec, count_gpus, list_inputs
-from echelon.launch.kubernetes import pod
-from echelon.launch.kubernetes.pod import find_kind
+from echelon.launch.kubernetes.manifest import (
+    RECIPE_MOUNT,
+    SHARED_MEMORY_MOUNT,
+    build_resources,
+    count_processes,
+    find_kind,
+    find_workdir,
+    requests_efa,
+)
 from echelon.launch.records import STAMP_LENGTH
 from echelon.planner.hardware.gpu_check import check_image_devices
 from echelon.planner.replica_limits import refuse_living_on
@@ -18,7 +25,7 @@ from echelon.recipe.launch_sections import VolumeConfig
 _KEY = "launch.kubernetes"
 _POD_NAME_LENGTH = 63
 # Paths of the container that a volume must not hide.
-_TAKEN = (pod.RECIPE_MOUNT, pod.SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
+_TAKEN = (RECIPE_MOUNT, SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
 # Deleted with the pod, or never writable.
 _EPHEMERAL = {"emptyDir", "ephemeral", "configMap", "downwardAPI", "gitRepo", "image", "projected", "secret"}
 
@@ -82,7 +89,7 @@ def _check_devices(job: JobSpec) -> None:
             f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only.",
             {f"{_KEY}.gpus_per_node": 1},
         )
-    gpus, processes = count_gpus(job), pod.count_processes(job)
+    gpus, processes = count_gpus(job), count_processes(job)
     if launch.kubernetes.kind == "hyperpod" and not processes:
         raise ConfigError(
             f"launch.nproc_per_node=auto: {_KEY}.kind=hyperpod without GPUs needs the number of processes per pod; set "
@@ -120,7 +127,7 @@ def _check_places(job: JobSpec) -> None:
             "all pods share, such as [{mount: /data, claim: NAME}].",
             {f"{_KEY}.volumes": [{"mount": f"/SET-{_KEY}.volumes", "claim": f"set-{_KEY}.volumes"}]},
         )
-    workdir = pod.find_workdir(job)
+    workdir = find_workdir(job)
     if not workdir.is_absolute():
         raise ConfigError(f"{_KEY}.workdir={workdir} is not absolute; give the path of a folder in the container.")
     for key, path in (("run.dir", str(recipe.run.dir)), *list_inputs(recipe)):
@@ -149,7 +156,7 @@ def _describe(job: JobSpec) -> list[str]:
     """Lines for the user about what happens on the cluster and is not in the recipe."""
     recipe = job.recipe
     settings = recipe.launch.kubernetes
-    lines = [f"run folder: {pod.find_workdir(job) / str(recipe.run.dir)} in the pods"]
+    lines = [f"run folder: {find_workdir(job) / str(recipe.run.dir)} in the pods"]
     if find_kind(job).kind == "TrainJob":
         lines.append(
             "its runtime decides whether pods are restarted: a TrainJob cannot request it; fault.max_restarts applies "
@@ -157,12 +164,12 @@ def _describe(job: JobSpec) -> list[str]:
         )
     if settings.kind == "hyperpod":
         lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
-    if not {"cpu", "memory"} <= set(pod.build_resources(job).get("limits", {})):
+    if not {"cpu", "memory"} <= set(build_resources(job).get("limits", {})):
         lines.append(
             f"{_KEY}.resources does not set both cpu and memory, so the pods are not of Guaranteed quality: they share "
             "cores, and are evicted first where memory runs out"
         )
-    if pod.requests_efa(job) and job.nodes[1] > 1:
+    if requests_efa(job) and job.nodes[1] > 1:
         lines.append(
             "EFA: the image must have libfabric and NCCL's plugin aws-ofi-nccl; pods without them train over TCP, many "
             "times slower, and say so"

@@ -16,8 +16,7 @@ from echelon.ground.extras import missing_package
 from echelon.ground.stored import read_text
 from echelon.launch.job import FINAL_STATES, NAME, JobRecord, JobSpec, JobStatus, Launcher, RecordForm, Submitted
 from echelon.launch.kubernetes.checks import check_job
-from echelon.launch.kubernetes.manifest import render_manifest
-from echelon.launch.kubernetes.pod import KINDS, JobKind
+from echelon.launch.kubernetes.manifest import KINDS, JobKind, render_manifest
 from echelon.launch.records import name_ending
 from echelon.recipe.launch_sections import LaunchConfig
 from echelon.recipe.yaml_text import shorten

@@ -66,8 +66,7 @@ from echelon.run.supervise.outcome import (
     report,
     write_outcome,
 )
-from echelon.run.supervise.warm_start import WarmStart, workers_warmed
-from echelon.run.supervise.workers import Workers
+from echelon.run.supervise.workers import WarmStart, Workers, workers_warmed
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

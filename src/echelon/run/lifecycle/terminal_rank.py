@@ -36,8 +36,7 @@ from echelon.ground.variables import read_environment, set_variables
 from echelon.run.lifecycle.worker import RankProcess, leave
 from echelon.run.supervise.agent import network_variables
 from echelon.run.supervise.outcome import DONE, FAILED, Outcome, find_cause, read_outcomes
-from echelon.run.supervise.warm_start import WarmStart
-from echelon.run.supervise.workers import LocalRanks, Workers
+from echelon.run.supervise.workers import LocalRanks, WarmStart, Workers
 
 _ADDRESS = "127.0.0.1"
 _LOOK_SECONDS = 0.2

@@ -1,6 +1,6 @@
 """The warm process that workers are forked from: `python -m echelon.run.lifecycle.warm_worker SOCKET`.
 
-See `run/supervise/warm_start.py` for its other side. Each request is a line of JSON, {"command", "env"},
+See `run/supervise/workers.py` for its other side. Each request is a line of JSON, {"command", "env"},
 and each answer the pid of a worker, or null. The process ends with the agent, or when the agent closes the socket.
 """
 

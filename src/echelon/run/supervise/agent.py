@@ -54,8 +54,7 @@ from echelon.run.supervise.outcome import (
     read_outcomes,
 )
 from echelon.run.supervise.replica_keeper import KeptRanks, ReplicaKeeper
-from echelon.run.supervise.warm_start import WarmStart
-from echelon.run.supervise.workers import LocalRanks, Workers
+from echelon.run.supervise.workers import LocalRanks, WarmStart, Workers
 
 logger = logging.getLogger(__name__)
 

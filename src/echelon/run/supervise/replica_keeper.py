@@ -28,14 +28,13 @@ from echelon.run.supervise.outcome import (
     read_outcomes,
     write_outcome,
 )
-from echelon.run.supervise.warm_start import StartedWorker, WarmStart, end_workers, start_worker
-from echelon.run.supervise.workers import Workers
+from echelon.run.supervise.workers import StartedWorker, WarmStart, Workers, end_workers, start_worker
 
 logger = logging.getLogger(__name__)
 
 # How long a missing replica may take to return while the others rest, and so are not watched for hangs.
 _RETURN_SECONDS = 900.0
-# How long the processes of all machines may take to end: longer than PATIENCE_SECONDS in warm_start.py.
+# How long the processes of all machines may take to end: longer than PATIENCE_SECONDS in workers.py.
 _ENDING_SECONDS = 20.0
 # A replica that dies this many times in a row before it trains is not started again.
 _MAX_FAILED_STARTS = 3

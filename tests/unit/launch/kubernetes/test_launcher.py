@@ -11,7 +11,7 @@ from echelon.ground.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord
 from echelon.launch.kubernetes import launcher
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
-from echelon.launch.kubernetes.pod import KINDS
+from echelon.launch.kubernetes.manifest import KINDS
 from echelon.launch.records import submit_job
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
 from tests.unit.launch.kubernetes.kubernetes_server import stub_cluster, write_kubeconfig

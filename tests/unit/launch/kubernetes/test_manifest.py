@@ -12,7 +12,7 @@ from echelon.ground.errors import ConfigError
 from echelon.launch.job_checks import refuse_secrets
 from echelon.launch.kubernetes import manifest
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
-from echelon.launch.kubernetes.pod import build_env, build_resources, find_kind
+from echelon.launch.kubernetes.manifest import build_env, build_resources, find_kind
 from echelon.launch.patch import merge_patch
 from echelon.recipe.load import load_recipe
 from tests.unit.launch.kubernetes.kubernetes_jobs import NAME, make_kubernetes_job
