@@ -14,13 +14,12 @@ from echelon.recipe.load import load_recipe
 from tests.object_server import BUCKET, ObjectServer
 from tests.unit.recipe_samples import RECIPE
 
-boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
-
 STEPS = ("step-00000010", "step-00000020", "step-00000100")
 
 
 @pytest.fixture
 def s3(monkeypatch):
+    boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
     server = ObjectServer()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
