@@ -1,6 +1,6 @@
 """Seconds of one decoder layer and of the head, for one microbatch on one rank: a roofline."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.planner.hardware.accelerators import Cluster
@@ -217,12 +217,17 @@ def _adapter_bytes(step: Step) -> tuple[float, float]:
         return 0.0, 0.0
     features = (adapter.num_trained_parameters - adapter.num_saved_inside - adapter.num_saved_outside) / adapter.r
     if adapter.method != "dora" and not adapter.dropout and not step.plan.divides_matrices:
-        groups = ([name for name in names if name in adapter.targets] for names in SHARED_INPUTS)
-        others = {name for group in groups for name in group[1:]}
-        linears = (linear for linear in step.shape.linears if linear.name in others and linear.adaptable)
-        features -= sum(linear.count * linear.in_features for linear in linears)
+        features -= _count_shared_inputs(step.shape, adapter.targets)
     moved = _ADAPTER_PASSES * features * DTYPE_BYTES[step.plan.precision.compute]
     return moved / num_layers, 2 * _DEQUANTIZED_BYTES * adapter.num_quantized_parameters / num_layers
+
+
+def _count_shared_inputs(shape: ModelShape, targets: Collection[str]) -> int:
+    """The inputs, over all layers, that an adapter reads together with those of another target."""
+    groups = ([name for name in names if name in targets] for names in SHARED_INPUTS)
+    others = {name for group in groups for name in group[1:]}
+    linears = (linear for linear in shape.linears if linear.name in others and linear.adaptable)
+    return sum(linear.count * linear.in_features for linear in linears)
 
 
 def _unfused_bytes(step: Step) -> float:
