@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.answers.sampling import _EVERY, Sampling
+from echelon.learn.answers.sampling import READ_EVERY, Sampling
 from echelon.learn.distributed.traffic import count_traffic
 from echelon.learn.learner import Learner
 from echelon.planner.plan import RolloutPlan
@@ -189,7 +189,7 @@ def answer_uneven(rank, world_size, path, plan):
         for size in (1, 3):
             few = learner.generate(prompts, GREEDY, stops=[stop], max_num_seqs=size)
             assert few.answers == stopped.answers and few.ended == stopped.ended
-            with mock.patch.dict(_EVERY, cpu=8):  # as on a GPU
+            with mock.patch.dict(READ_EVERY, cpu=8):  # as on a GPU
                 late = learner.generate(prompts, GREEDY, stops=[stop], max_num_seqs=size)
             assert late.answers == stopped.answers and late.ended == stopped.ended
         batch = stopped.batch()

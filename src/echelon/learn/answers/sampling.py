@@ -144,7 +144,7 @@ def _entry_words(size: int, device: torch.device) -> Tensor:
 _BLOCK = 2**16
 _MAX_WORD = 2**31 - 1
 # Tokens that are drawn between two reads by the host, which a GPU would else wait for after each; 1 elsewhere.
-_EVERY = {"cuda": 8}
+READ_EVERY = {"cuda": 8}
 # Rows leave and join when they are at least 1 / _PARTS of the batch, because that copies the keys and values.
 _PARTS = 8
 
@@ -232,7 +232,7 @@ def continue_prompts(
 
 def _spread(sampling: Sampling, device: torch.device, every: int | None) -> int:
     """Passes between two reads: at most `every`, and so many that the last read has as few as possible too many."""
-    reads = -(-sampling.max_tokens // (every or _EVERY.get(device.type, 1)))
+    reads = -(-sampling.max_tokens // (every or READ_EVERY.get(device.type, 1)))
     return -(-sampling.max_tokens // reads)
 
 

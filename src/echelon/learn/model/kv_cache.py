@@ -126,7 +126,7 @@ class KeyValueCache:
         difference = self._filled.shape[1] - other._filled.shape[1]
         self._widen(max(0, -difference))
         other._widen(max(0, difference))
-        for layer, joining in zip(self._layers(), other._layers(), strict=True):
+        for layer, joining in zip(self.layers(), other.layers(), strict=True):
             layer.keys = torch.cat([layer.keys, joining.keys])
             layer.values = torch.cat([layer.values, joining.values])
         self._filled = torch.cat([self._filled, other._filled])
@@ -136,7 +136,7 @@ class KeyValueCache:
         if not count:
             return
         self._filled = pad(self._filled, (count, 0))
-        for layer in self._layers():
+        for layer in self.layers():
             width = self._filled.shape[1]
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = width
@@ -144,7 +144,8 @@ class KeyValueCache:
             more = width - layer.keys.shape[-2]
             layer.keys, layer.values = (pad(tensor, (0, 0, more, 0)) for tensor in (layer.keys, layer.values))
 
-    def _layers(self) -> list[Any]:
+    def layers(self) -> list[Any]:
+        """What the cache keeps of each layer. Raises TypeError if that is more than keys and values."""
         [cache] = self._past.values()
         if not all(type(layer) in _KINDS for layer in cache.layers):
             raise TypeError(f"{cache} has layers with more than keys and values")
@@ -157,7 +158,7 @@ def _update(layer: Any, key_states: Tensor, value_states: Tensor, *_: Any, **__:
     layer.keys, layer.values = whole
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length += key_states.shape[-2]
-        layer.keys, layer.values = (each[:, :, 1 - layer.sliding_window :] for each in whole)
+        layer.keys, layer.values = (part[:, :, 1 - layer.sliding_window :] for part in whole)
     return whole
 
 
@@ -198,12 +199,12 @@ def can_cache(model: PreTrainedModel, multiple: int = 1) -> bool:
     Args:
         multiple: see start_cache.
     """
-    return _is_same(_key(model, multiple), _continue_rows)
+    return _is_same(_key(model, multiple), continue_rows)
 
 
 def can_move_rows(model: PreTrainedModel, multiple: int = 1) -> bool:
     """Whether they also do when rows have left the cache and others have joined; see `can_cache`."""
-    return _is_same(_key(model, multiple), _move_rows)
+    return _is_same(_key(model, multiple), move_rows)
 
 
 def _key(model: PreTrainedModel, multiple: int) -> ConfigKey:
@@ -211,18 +212,18 @@ def _key(model: PreTrainedModel, multiple: int) -> ConfigKey:
 
 
 @lru_cache(maxsize=64)
-def _is_same(key: ConfigKey, walk: Callable[["_Rows"], bool]) -> bool:
+def _is_same(key: ConfigKey, walk: Callable[["RandomRows"], bool]) -> bool:
     """Whether a walk finds the logits of whole rows, with small copies of a model."""
     model_class, attention, multiple = key.others
     with undisturbed():
         try:
             copies = build_copies(model_class, key.config, attention, None)
-            return all(walk(_Rows(model, KeyValueCache(model, multiple))) for model in copies)
+            return all(walk(RandomRows(model, KeyValueCache(model, multiple))) for model in copies)
         except Exception:  # a family may fail in any way
             return False
 
 
-class _Rows:
+class RandomRows:
     """Random rows of tokens, which a copy reads whole, and a cache in parts."""
 
     def __init__(self, model: PreTrainedModel, cache: KeyValueCache) -> None:
@@ -241,7 +242,7 @@ class _Rows:
         return is_close(cache(new.to(self._device), filled.to(self._device)).cpu(), torch.stack(expected))
 
 
-def _continue_rows(rows: _Rows) -> bool:
+def continue_rows(rows: RandomRows) -> bool:
     """Continue prompts of different lengths token by token."""
     return all(
         rows.read(rows.cache, (0, 1, 2), [length + step for length in _PROMPTS], 1 if step else None)
@@ -249,7 +250,7 @@ def _continue_rows(rows: _Rows) -> bool:
     )
 
 
-def _move_rows(rows: _Rows) -> bool:
+def move_rows(rows: RandomRows) -> bool:
     """Continue a prompt twice, after it a longer one, without the first a shorter one."""
     cache, longer, shorter = rows.cache, rows.cache.empty(), rows.cache.empty()
     (long, short, middle), is_same = _PROMPTS, True
