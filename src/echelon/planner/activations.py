@@ -212,8 +212,8 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
 def answer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     """Bytes of one answer of `plan.rollout` while it is sampled, at its greatest length, with its prompt.
 
-    Keys and values of every layer, those of one layer twice while a token is added; the hidden states of one layer when
-    the prompt is read; and the scores of the next token, which are drawn from in double precision.
+    Keys and values of every layer, those of one layer twice while they move to a larger buffer; the hidden states of
+    one layer when the prompt is read; and the scores of the next token, with the random numbers to draw it.
     """
     if plan.rollout is None:
         return 0

@@ -105,7 +105,7 @@ class PromptSampler:
     def run(self, evaluation: Evaluation, beat: Callable[[], None] = lambda: None) -> list[str]:
         """Return the prompts with their continuations. Collective: all ranks run the same passes and draws.
 
-        `beat` is called before each forward pass.
+        `beat` is called before the first forward pass and after each read of the tokens (`continue_prompts`).
         """
         seeds = [row_seed(self._seed, prompt, 0) for prompt in self.prompts]
         sampling = Sampling(self._max_tokens)
