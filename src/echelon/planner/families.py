@@ -229,7 +229,7 @@ def count_decoder(config: Mapping[str, Any], family: Family) -> ModelShape:
     fields = ConfigFields(config, family.defaults)
     hidden, inner, layers = (fields.count(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     vocab, attention = fields.count("vocab_size"), grouped_attention(fields, family)
-    mlp = list_mlp(hidden, inner)
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
     layer = attention.num_parameters + count_linears(mlp, fields.has(family.mlp_bias))
     layer, embedding = layer + family.parts.num_norms * hidden, vocab * hidden
     tied = fields.flag("tie_word_embeddings")
@@ -279,11 +279,6 @@ def _find_window(fields: ConfigFields, family: Family, num_layers: int) -> dict[
 def count_linears(linears: Widths, has_bias: bool = False) -> int:
     """The parameters of linear layers."""
     return sum(rows * columns + has_bias * columns for rows, columns in linears.values())
-
-
-def list_mlp(hidden: int, inner: int) -> Widths:
-    """The linear layers of a gated MLP."""
-    return {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
 
 
 def _linears(num_layers: int, **widths: tuple[int, int]) -> tuple[LinearShape, ...]:

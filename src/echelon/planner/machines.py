@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -100,9 +100,11 @@ class InstanceChoice:
 
     def describe(self) -> list[str]:
         """Lines for the user: the choice and its reason, the other candidates, and the types that were left out."""
-        fitting, small = _part(self.candidates, lambda candidate: candidate.fits)
-        priced, unknown = _part(fitting, lambda candidate: candidate.usd_per_hour is not None)
-        fewer, _ = _part(unknown, lambda candidate: candidate.count < self.count)
+        fitting = [candidate for candidate in self.candidates if candidate.fits]
+        small = [candidate for candidate in self.candidates if not candidate.fits]
+        priced = [candidate for candidate in fitting if candidate.usd_per_hour is not None]
+        unknown = [candidate for candidate in fitting if candidate.usd_per_hour is None]
+        fewer = [candidate for candidate in unknown if candidate.count < self.count]
         ranked = sorted(priced, key=_rank)
         first = [self.best, *(candidate for candidate in ranked if candidate is not self.best)][:_SHOWN]
         marks = self._mark_prices(first)
@@ -179,9 +181,10 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
             f"launch.sagemaker.instance_type=auto: no type with a known price fits on {machines}; set one of: "
             f"{_join_names(fitting)}."
         )
+    largest = max(candidates, key=lambda each: each.instance.gpus * (each.instance.gpu_memory_gib or 0.0))
     raise PlanError(
         f"launch.sagemaker.instance_type=auto: the plan does not fit on {machines} of any type; the largest, "
-        f"{_explain(max(candidates, key=_memory))}; shard more (parallel: fsdp), set "
+        f"{_explain(largest)}; shard more (parallel: fsdp), set "
         "train.activation_checkpointing: full, or use more machines."
     )
 
@@ -241,25 +244,11 @@ def limit_to_weakest(cluster: Cluster, recipe: "Recipe", variables: Mapping[str,
 
 
 def _try_type(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int | None) -> Candidate:
-    tried = _tries(recipe, shape, instance, _COUNTS if count is None else (count,))
-    last = next(tried)
-    for candidate in tried:
-        if last.fits:
+    for tried in _COUNTS if count is None else (count,):
+        candidate = plan_on(recipe, shape, instance, tried)
+        if candidate.fits:
             break
-        last = candidate
-    return last
-
-
-def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tuple[int, ...]) -> Iterator[Candidate]:
-    return (plan_on(recipe, shape, instance, count) for count in counts)
-
-
-def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
-    """Split candidates into those for which `has` is true, and the others."""
-    parts: tuple[list[Candidate], list[Candidate]] = ([], [])
-    for candidate in candidates:
-        parts[not has(candidate)].append(candidate)
-    return parts
+    return candidate
 
 
 def _join_names(candidates: Iterable[Candidate]) -> str:
@@ -293,10 +282,6 @@ def _terms(candidate: Candidate) -> str:
     """Region and date of its price."""
     assert candidate.instance.price is not None
     return candidate.instance.price.terms
-
-
-def _memory(candidate: Candidate) -> float:
-    return candidate.instance.gpus * (candidate.instance.gpu_memory_gib or 0.0)
 
 
 def _explain(candidate: Candidate) -> str:

@@ -254,6 +254,8 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
     rows = plan.micro_batch_size * length
     chunk, head = _logits(shape, plan, rows, kind, head_size) if load.has_head else (0, 0)
     waits = deferred_bytes(shape, plan) // load.num_stages if load.num_deferred else 0
+    rotary = 2 * length * shape.head_dim * FP32_BYTES
+    reward_models = plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
     sending = sum(axis.buffer_bytes(shape, plan, tokens, kind) for axis in AXES)
     return _LoadBytes(
         states=_states(shape, plan),
@@ -263,8 +265,8 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
         chunk=chunk,
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)) + (0 if is_gpu else held),
-        beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
-        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(plan),
+        beside=rotary + sending + load.received_bytes,
+        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + reward_models,
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         saves=held + written if is_gpu else 0,
         answers=_count_rows(plan) * answer_bytes(shape, plan) + (_freed_bytes(shape, plan) if gathers_once else 0),
@@ -283,18 +285,9 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     return -(-parameters // plan.num_shards) * number
 
 
-def _reward_bytes(plan: ParallelPlan) -> int:
-    """Bytes of the reward models on a rank that judges answers."""
-    return plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
-
-
 def _count_rows(plan: ParallelPlan) -> int:
     """The answers that are sampled at once; 0 if the model is not trained on its own."""
     return 0 if plan.rollout is None else plan.rollout.max_num_seqs
-
-
-def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
-    return 2 * sequence_len * shape.head_dim * FP32_BYTES
 
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:

@@ -210,11 +210,11 @@ class OptimConfig(Section):
         ("norms", "biases"), description="Kinds of parameters without weight decay: `norms`, `biases`, `embeddings`."
     )
     betas: tuple[Number, Number] = Field(
-        default_factory=lambda optim: _default_betas(optim.get("name")),
+        default_factory=lambda optim: (0.9, 0.99) if optim.get("name") == "lion" else (0.9, 0.95),
         description="Decay rates of the first and second moment. Default: [0.9, 0.95]; lion: [0.9, 0.99].",
     )
     momentum: Number = Field(
-        default_factory=lambda optim: _default_momentum(optim.get("name")),
+        default_factory=lambda optim: 0.95 if optim.get("name") == "muon" else 0.9,
         ge=0,
         lt=1,
         description="Momentum of sgd and muon. Default: 0.9; muon: 0.95.",
@@ -275,14 +275,6 @@ class OptimConfig(Section):
         """The length of the warm-up in a run of `total` steps, or tokens; a share of it is rounded up."""
         number, _ = read_amount(self.warmup)
         return math.ceil(number * total / 100) if self.warms_up_by_share else int(number)
-
-
-def _default_betas(name: str | None) -> tuple[float, float]:
-    return (0.9, 0.99) if name == "lion" else (0.9, 0.95)
-
-
-def _default_momentum(name: str | None) -> float:
-    return 0.95 if name == "muon" else 0.9
 
 
 class ParallelConfig(Section):

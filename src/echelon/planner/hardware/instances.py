@@ -167,14 +167,10 @@ def list_instances(region: str | None = None) -> dict[str, Instance]:
             for key, usd in prices.items():
                 if (name := key if key in types else f"ml.{key}") in types:
                     choices = [getattr(types[name], kind), Price(usd, row.region, row.date, row.source)]
-                    best = max((price for price in choices if price), key=lambda price: _rank_price(price, region))
+                    # prices of the region come first, then the newest
+                    best = max(filter(None, choices), key=lambda price: (price.region == region, price.date or ""))
                     types[name] = replace(types[name], **{kind: best})
     return types
-
-
-def _rank_price(price: Price, region: str | None) -> tuple[bool, str]:
-    """Prices of the region come first, then the newest."""
-    return price.region == region, price.date or ""
 
 
 def _describe_type(given: "PricedMachine") -> Instance:
