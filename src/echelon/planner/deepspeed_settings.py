@@ -59,7 +59,11 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
             fixed, why = _FIXED[key]
             _check_owned(key, value, _Owned(fixed, why), is_key=False)
         elif key not in _FREE:
-            raise ConfigError(_refuse(key, value))
+            instead = _INSTEAD.get(key.partition(".")[0], "remove it")
+            raise ConfigError(
+                f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on; "
+                f"{instead}. docs/engines.md lists the keys."
+            )
         elif value != "auto":
             passed[key] = value
     steps = {
@@ -141,15 +145,6 @@ def _check_owned(key: str, value: Any, owned: _Owned, is_key: bool = True) -> No
     by = f"{owned.by} makes it" if is_key else f"{owned.by}, so it is"
     raise ConfigError(
         f"{KEY}.{key}={show_value(value)}: {by} {show_value(owned.value)}; change one of them, or write auto."
-    )
-
-
-def _refuse(key: str, value: Any) -> str:
-    first = key.partition(".")[0]
-    instead = _INSTEAD.get(first, "remove it")
-    return (
-        f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on; {instead}. "
-        "docs/engines.md lists the keys."
     )
 
 

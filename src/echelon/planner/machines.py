@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes, render_duration
 from echelon.ground.variables import find_cache_dir
-from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
+from echelon.planner.choose import find_usable_bytes, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, read_history, render_usd
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.instances import Instance, cluster_of, list_instances
@@ -197,7 +197,7 @@ def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int)
     except (ConfigError, PlanError) as error:
         return Candidate(instance, count, reason=str(error))
     needed = estimate_memory(shape, plan, cluster.kind).total
-    usable = (cluster.accelerator.memory_bytes or 0) * (1 - MEMORY_HEADROOM)
+    usable = find_usable_bytes(cluster) or 0.0
     candidate = Candidate(instance, count, plan, needed, usable)
     if not candidate.fits or instance.price is None:
         return candidate

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import STRATEGIES
-from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
+from echelon.planner.choose import find_usable_bytes, resolve_plan
 from echelon.planner.forecast import NO_HISTORY, Forecast, History, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layout import list_divided, list_layouts, list_micro_batches, list_policies
@@ -55,7 +55,7 @@ class SizedPlan:
     @property
     def usable_bytes(self) -> float | None:
         """Of each device, less the headroom; None if its memory is unknown."""
-        return _find_usable(self.cluster)
+        return find_usable_bytes(self.cluster)
 
     @property
     def fits(self) -> bool:
@@ -173,7 +173,7 @@ def search_plans(
     devices, which correct the time of each candidate before they are ranked. Raises PlanError or ConfigError, that of
     the first variant, if no plan is possible on these devices, and PlanError if their speed is unknown.
     """
-    usable = _find_usable(cluster)
+    usable = find_usable_bytes(cluster)
     fitting: dict[tuple[ParallelPlan, bool], RankedPlan] = {}
     others: list[_Found] = []
     refused: list[ConfigError | PlanError] = []
@@ -292,11 +292,6 @@ def _identify(plan: ParallelPlan) -> tuple[ParallelPlan, bool]:
     """
     when = "last" if plan.num_microbatches == 1 else plan.reduce_gradients
     return replace(plan, why=(), strategy="", reduce_gradients=when), plan.uses_fully_shard
-
-
-def _find_usable(cluster: Cluster) -> float | None:
-    memory = cluster.accelerator.memory_bytes
-    return None if memory is None else memory * (1 - MEMORY_HEADROOM)
 
 
 def rank_plans(candidates: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:

@@ -258,14 +258,11 @@ def nearest_gpu_instance(trainium: Instance) -> Instance:
     """The GPU type with the smallest sufficient total memory; among equals, the nearest network bandwidth."""
     assert trainium.neuron_devices and trainium.gpu_memory_gib is not None
     needed = trainium.neuron_devices * trainium.gpu_memory_gib
-    candidates = [
-        (instance.gpus * (instance.gpu_memory_gib or 0), abs(instance.network_gbits - trainium.network_gbits), instance)
-        for instance in INSTANCES.values()
-        if instance.gpus
-    ]
-    return min((candidate for candidate in candidates if candidate[0] >= needed), key=lambda candidate: candidate[:2])[
-        2
-    ]
+    larger = [kind for kind in INSTANCES.values() if kind.gpus and kind.gpus * (kind.gpu_memory_gib or 0) >= needed]
+    return min(
+        larger,
+        key=lambda kind: (kind.gpus * (kind.gpu_memory_gib or 0), abs(kind.network_gbits - trainium.network_gbits)),
+    )
 
 
 def efa_environment(instance: Instance) -> dict[str, str]:
