@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from echelon.ground.errors import ConfigError
@@ -149,44 +150,34 @@ UNUSED_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 """The defaults of a window that a config has to switch on."""
 _LAST_WINDOWED = {**UNUSED_WINDOW, "max_window_layers": 28}
 
+_with_bias_key = partial(Family, qkv_bias="attention_bias", output_bias="attention_bias")
+
 # The defaults of transformers 5; tests/unit/planner/test_shape.py compares every family with what transformers builds.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
+    "llama": _with_bias_key(
         list_defaults(32000, 4096, 11008, 32, (32, None), None, 2048),
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         mlp_bias="mlp_bias",
         heads_must_divide_hidden=True,
     ),
     "mistral": Family({**list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072), "sliding_window": 4096}),
     "qwen2": Family({**list_defaults(151936, 4096, 22016, 32, (32, 32), None, 32768), **_LAST_WINDOWED}, qkv_bias=True),
-    "qwen3": Family(
-        {**list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768), **_LAST_WINDOWED},
-        LayerParts(head_norms=True),
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+    "qwen3": _with_bias_key(
+        {**list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768), **_LAST_WINDOWED}, LayerParts(head_norms=True)
     ),
-    "gemma": Family(
-        list_defaults(256000, 3072, 24576, 28, (16, 16), 256, 8192, tied=True),
-        LayerParts(norm="rms_fp32"),
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+    "gemma": _with_bias_key(
+        list_defaults(256000, 3072, 24576, 28, (16, 16), 256, 8192, tied=True), LayerParts(norm="rms_fp32")
     ),
-    "gemma2": Family(
+    "gemma2": _with_bias_key(
         {**list_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0}
         | {"final_logit_softcapping": 30.0, "sliding_window": 4096},
         LayerParts(norm="rms_fp32", num_norms=4),
         full_every=2,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         heads_must_divide_hidden=True,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": _with_bias_key(
         {**list_defaults(262208, 2304, 9216, 26, (8, 4), 256, 131072, tied=True), "sliding_window": 4096},
         LayerParts(norm="rms_fp32", num_norms=4, head_norms=True),
         full_every=6,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         heads_must_divide_hidden=True,
     ),
 }

@@ -248,7 +248,10 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
     shape, is_gpu = load.shape, kind == "cuda"
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     held = _held_bytes(shape, plan) if plan.holds_snapshots else 0
-    gathers_once = plan.rollout is not None and plan.rollout.gathers_once
+    answers = 0
+    if plan.rollout is not None:
+        answers = plan.rollout.max_num_seqs * answer_bytes(shape, plan)
+        answers += _freed_bytes(shape, plan) if plan.rollout.gathers_once else 0
     length, tokens = plan.part_len, plan.microbatch_tokens
     kept, redone, moved = activation_bytes(shape, plan, kind)
     rows = plan.micro_batch_size * length
@@ -269,7 +272,7 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
         reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + reward_models,
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         saves=held + written if is_gpu else 0,
-        answers=_count_rows(plan) * answer_bytes(shape, plan) + (_freed_bytes(shape, plan) if gathers_once else 0),
+        answers=answers,
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
 
@@ -283,11 +286,6 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     number = DTYPE_BYTES[plan.precision.compute if plan.uses_fully_shard else plan.precision.param]
     parameters = plan.num_teacher_parameters + (shape.num_parameters if plan.keeps_reference else 0)
     return -(-parameters // plan.num_shards) * number
-
-
-def _count_rows(plan: ParallelPlan) -> int:
-    """The answers that are sampled at once; 0 if the model is not trained on its own."""
-    return 0 if plan.rollout is None else plan.rollout.max_num_seqs
 
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
 
 Goal = Literal["time", "cost", "memory"]
+_PLAN_FIELDS = (
+    "micro_batch_size", "num_microbatches", "activation_checkpointing", "checkpoint_every", "mlp_tiles",
+    "activation_offloading", "cpu_offload", "cp_method", "reshard_after_forward", "reduce_gradients",
+)  # fmt: skip
 _FORECAST = (
     "tokens_per_second", "hours", "usd", "usd_per_billion_tokens", "spot_usd", "spot_usd_per_billion_tokens"
 )  # fmt: skip
@@ -108,16 +112,7 @@ class SizedPlan:
             "parallel": plan.degrees(),
             "schedule": plan.schedule,
             "stages": list(plan.stages),
-            "micro_batch_size": plan.micro_batch_size,
-            "num_microbatches": plan.num_microbatches,
-            "activation_checkpointing": plan.activation_checkpointing,
-            "checkpoint_every": plan.checkpoint_every,
-            "mlp_tiles": plan.mlp_tiles,
-            "activation_offloading": plan.activation_offloading,
-            "cpu_offload": plan.cpu_offload,
-            "cp_method": plan.cp_method,
-            "reshard_after_forward": plan.reshard_after_forward,
-            "reduce_gradients": plan.reduce_gradients,
+            **{name: getattr(plan, name) for name in _PLAN_FIELDS},
             "machines": self.machines or None,
             "num_devices": self.cluster.num_devices,
             "fits": self.fits,

@@ -190,7 +190,6 @@ def _describe_type(given: "PricedMachine") -> Instance:
         efa_interfaces=given.efa_interfaces,
         vcpus=given.vcpus,
         ram_gib=given.memory_gib,
-        price=None,
         efa_rdma=given.efa_rdma,
         own_disks=given.gpus > 0 if given.local_disks is None else given.local_disks,
         # The GPUs without bf16, V100 and T4, are in the table.
