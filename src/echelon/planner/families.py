@@ -146,9 +146,8 @@ def list_defaults(
     }
 
 
-UNUSED_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
-"""The defaults of a window that a config has to switch on."""
-_LAST_WINDOWED = {**UNUSED_WINDOW, "max_window_layers": 28}
+# The defaults of a window that a config has to switch on.
+_LAST_WINDOWED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 _with_bias_key = partial(Family, qkv_bias="attention_bias", output_bias="attention_bias")
 

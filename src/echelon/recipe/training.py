@@ -152,8 +152,7 @@ class TrainConfig(Section):
     callbacks: Callbacks = Field((), description="Your own code, called after steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
     eval_every: Every | None = Field(
-        100,
-        description="Steps between evaluations, or passes over the data: `0.5 epochs`. `null`: only at the end.",
+        100, description="Steps between evaluations, or passes over the data: `0.5 epochs`. `null`: only at the end."
     )
 
     @property
@@ -283,8 +282,7 @@ class ParallelConfig(Section):
     around = "parallel."
 
     dp_replicate: Count | Literal["auto"] | None = Field(
-        None,
-        description="Replicas of the model; `auto`: all remaining processes, as without any `dp_` key.",
+        None, description="Replicas of the model; `auto`: all remaining processes, as without any `dp_` key."
     )
     dp_shard: Count | Literal["auto"] | None = Field(
         None,
@@ -303,8 +301,7 @@ class ParallelConfig(Section):
     )
     cpu_offload: Flag = Field(False, description="Keep parameters and optimizer state in host memory.")
     prefetch: Count | None = Field(
-        None,
-        description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order.",
+        None, description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order."
     )
     sequence_parallel: Annotated[Flag | None, OnlyWith("parallel.tp")] = Field(
         None, description="norms and residuals are divided along the sequence among its processes. Absent: false."

@@ -236,20 +236,12 @@ def cluster_of(instance: Instance, count: int, num_processes: int | None = None)
             f"{instance.gpus} or fewer, or auto."
         )
     assert instance.device is not None
-    accelerator, memory = instance.device, instance.ram_gib * 2**30
+    accelerator, memory, total = instance.device, instance.ram_gib * 2**30, count * per_machine
     if not instance.gpus:
-        return Cluster(
-            replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
-        )
+        return Cluster(replace(accelerator, memory_bytes=memory // per_machine), total, per_machine, "cpu")
     links = machine_links(accelerator.name, instance.network_gbits, instance.efa_interfaces > 0, per_machine)
     return Cluster(
-        accelerator,
-        count * per_machine,
-        per_machine,
-        "cuda",
-        instance.bf16_supported,
-        host_memory_bytes=memory,
-        links=links,
+        accelerator, total, per_machine, "cuda", instance.bf16_supported, host_memory_bytes=memory, links=links
     )
 
 
