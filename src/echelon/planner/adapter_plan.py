@@ -38,9 +38,7 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
     """
     if adapter.method == "full":
         return None
-    modules = adapter.modules_to_save
-    if shape.num_scores is not None and SCORE_HEAD not in modules:  # a head that may be new
-        modules = (*modules, SCORE_HEAD)
+    modules = _find_saved(adapter, shape)
     inside, outside, looked_up = _count_saved(modules, shape)
     targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in modules)
     experts = select_experts(adapter.target_parameters, [expert.name for expert in shape.experts])
@@ -70,6 +68,13 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         num_adapted_experts=sum(expert.count * expert.size for expert in adapted),
         num_quantized_experts=packed_experts,
     )
+
+
+def _find_saved(adapter: "AdapterConfig", shape: ModelShape) -> tuple[str, ...]:
+    """The modules trained in full: those of the recipe, and a head that scores texts, which may be new."""
+    modules = adapter.modules_to_save
+    is_added = shape.num_scores is not None and SCORE_HEAD not in modules
+    return (*modules, SCORE_HEAD) if is_added else modules
 
 
 def select_experts(wanted: str | tuple[str, ...], names: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -100,11 +100,9 @@ class InstanceChoice:
 
     def describe(self) -> list[str]:
         """Lines for the user: the choice and its reason, the other candidates, and the types that were left out."""
-        fitting = [candidate for candidate in self.candidates if candidate.fits]
-        small = [candidate for candidate in self.candidates if not candidate.fits]
-        priced = [candidate for candidate in fitting if candidate.usd_per_hour is not None]
-        unknown = [candidate for candidate in fitting if candidate.usd_per_hour is None]
-        fewer = [candidate for candidate in unknown if candidate.count < self.count]
+        fitting, small = _part(self.candidates, lambda candidate: candidate.fits)
+        priced, unknown = _part(fitting, lambda candidate: candidate.usd_per_hour is not None)
+        fewer, _ = _part(unknown, lambda candidate: candidate.count < self.count)
         ranked = sorted(priced, key=_rank)
         first = [self.best, *(candidate for candidate in ranked if candidate is not self.best)][:_SHOWN]
         marks = self._mark_prices(first)
@@ -249,6 +247,14 @@ def _try_type(recipe: "Recipe", shape: ModelShape, instance: Instance, count: in
         if candidate.fits:
             break
     return candidate
+
+
+def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
+    """Split candidates into those for which `has` is true, and the others."""
+    parts: tuple[list[Candidate], list[Candidate]] = ([], [])
+    for candidate in candidates:
+        parts[not has(candidate)].append(candidate)
+    return parts
 
 
 def _join_names(candidates: Iterable[Candidate]) -> str:

@@ -134,7 +134,7 @@ def choose_compile(
             f"train.compile=true: with adapter.{key} the weights of experts are replaced in each forward pass, which "
             "cannot be compiled; set train.compile=false."
         )
-    keeps = adapter.method == "qlora" and not kept.is_input_alone and kept.memory_budget is None
+    keeps = _keeps_weights(recipe, kept)
     if isinstance(setting, bool):
         return setting, [f"compile: on, {_KEEPS_WEIGHTS}; this plan does not count them"] if setting and keeps else []
     if (obstacle := _find_compile_obstacle(recipe, kept)) is not None:
@@ -150,6 +150,11 @@ def choose_compile(
     if cluster.kind == "cuda":
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
     return _choose_on_cpu(cluster, seconds, gain)
+
+
+def _keeps_weights(recipe: "Recipe", kept: KeptActivations) -> bool:
+    """Whether compiled layers would keep dequantised weights for the backward pass."""
+    return recipe.adapter.method == "qlora" and not kept.is_input_alone and kept.memory_budget is None
 
 
 def _choose_on_cpu(cluster: Cluster, seconds: float | None, gain: float) -> tuple[bool, list[str]]:
