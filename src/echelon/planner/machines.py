@@ -179,7 +179,7 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
             f"launch.sagemaker.instance_type=auto: no type with a known price fits on {machines}; set one of: "
             f"{_join_names(fitting)}."
         )
-    largest = max(candidates, key=lambda each: each.instance.gpus * (each.instance.gpu_memory_gib or 0.0))
+    largest = max(candidates, key=lambda other: other.instance.gpus * (other.instance.gpu_memory_gib or 0.0))
     raise PlanError(
         f"launch.sagemaker.instance_type=auto: the plan does not fit on {machines} of any type; the largest, "
         f"{_explain(largest)}; shard more (parallel: fsdp), set "
