@@ -294,8 +294,7 @@ class Forecast:
         if self.hours is not None:
             yield (
                 f"run: {self.num_steps:,} steps of {self.tokens:,} tokens in all take "
-                f"{render_duration(3600 * self.hours)}, without "
-                "start-up, evaluation and checkpoints"
+                f"{render_duration(3600 * self.hours)}, without start-up, evaluation and checkpoints"
             )
         machines = f" x {self.num_machines} machines" if self.num_machines > 1 else ""
         if self.price is not None:
