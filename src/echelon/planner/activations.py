@@ -230,8 +230,7 @@ def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) ->
     that are kept in host memory)."""
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.microbatch_tokens
-    rows = shape.num_chosen_experts
-    mlp = _mlp_half_bytes(shape, by, rows, plan.mlp_tiles)
+    mlp = _mlp_half_bytes(shape, by, plan.mlp_tiles)
     layer = mlp + _attention_half_bytes(shape, by, plan.sequence_len, kind) + by.adapter
     layer += _beside_bytes(shape, plan, by.compute)
     probabilities = _probability_bytes(shape, plan, kind)
@@ -240,7 +239,7 @@ def activation_bytes(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) ->
     num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
     norms = 0 if by.frozen and num_redone < shape.num_layers else _norm_bytes(shape, by)
     outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
-    kept, redone = _kept_by_layer(shape, plan, by, layer, rows, probabilities)
+    kept, redone = _kept_by_layer(shape, plan, by, layer, probabilities)
     rotary = 2 * plan.part_len * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
     # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
     adapter = plan.adapter
@@ -298,15 +297,14 @@ def deferred_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
 
 
 def _kept_by_layer(
-    shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float, rows: int, probabilities: float
+    shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float, probabilities: float
 ) -> tuple[list[float], float]:
     """Per token: (bytes that each layer keeps, additional bytes when the last of those that do not keep all is redone).
 
-    `layer`: the bytes that the backward pass of one layer needs, `probabilities`: of these, those of attention. `rows`:
-    of experts, per token.
+    `layer`: the bytes that the backward pass of one layer needs, `probabilities`: of these, those of attention.
     """
     layer_input = by.residual * shape.hidden_size / by.sequence_ranks
-    outputs = _matmul_output_bytes(shape, by, rows)
+    outputs = _matmul_output_bytes(shape, by)
     match plan.activation_checkpointing:
         case "none" if plan.activation_memory_budget is not None or knows_compiled(shape, plan):
             most = layer
@@ -366,8 +364,8 @@ def _attention_half_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind:
     return _half_bytes(shape, by, inputs, num_norms) + _attention_bytes(shape, by, sequence_len, kind)
 
 
-def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int, tiles: int) -> float:
-    """The same of its MLP in so many tiles, or of its experts, for `rows_per_token` of them."""
+def _mlp_half_bytes(shape: ModelShape, by: _Kept, tiles: int) -> float:
+    """The same of its MLP in so many tiles, or of its experts."""
     parts = shape.parts
     inputs = 2 if _keeps_copies(shape, by) else 1  # gate and up
     share, _ = shape.expert_widths
@@ -376,7 +374,7 @@ def _mlp_half_bytes(shape: ModelShape, by: _Kept, rows_per_token: int, tiles: in
     # The input of a written-out GELU's power, its tangent, and that plus 1.
     number += 3 * (by.power - by.compute) if _writes_out_gelu(shape) else 0
     mlp = (1 - share) * number * shape.intermediate_size / tiles
-    mlp += share * rows_per_token * _expert_row_bytes(shape, by)
+    mlp += share * shape.num_chosen_experts * _expert_row_bytes(shape, by)
     return _half_bytes(shape, by, inputs, parts.num_norms // 2) + mlp
 
 
@@ -462,10 +460,10 @@ def _norm_bytes(shape: ModelShape, by: _Kept) -> float:
     return numbers / by.sequence_ranks
 
 
-def _matmul_output_bytes(shape: ModelShape, by: _Kept, rows: int) -> float:
+def _matmul_output_bytes(shape: ModelShape, by: _Kept) -> float:
     """Per token: what selective checkpointing keeps of a layer, the outputs of its matrix products and attention."""
     share, width = shape.expert_widths
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + shape.hidden_size
     mlp = (1 - share) * ((shape.parts.num_mlp_matrices - 1) * shape.intermediate_size + shape.hidden_size)
-    experts = share * rows * (2 * width + shape.hidden_size)
+    experts = share * shape.num_chosen_experts * (2 * width + shape.hidden_size)
     return by.compute * (attention + mlp) + by.residual * experts + FP32_BYTES * shape.num_heads

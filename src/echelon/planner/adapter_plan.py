@@ -3,7 +3,6 @@
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.ground.errors import ConfigError
@@ -40,31 +39,31 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
     if adapter.method == "full":
         return None
     modules = _find_saved(adapter, shape)
-    saved = _count_saved(modules, shape)
-    targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved.names)
+    inside, outside, looked_up = _count_saved(modules, shape)
+    targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in modules)
     experts = select_experts(adapter.target_parameters, [expert.name for expert in shape.experts])
     adapted = [expert for expert in shape.experts if expert.name in experts]
     quantized = adapter.method == "qlora"
     packed_experts = shape.num_expert_parameters if adapter.quantize_experts else 0
-    frozen = [linear for linear in shape.linears if linear.name not in saved.names]
+    frozen = [linear for linear in shape.linears if linear.name not in modules]
     num_quantized = sum(linear.count * linear.size for linear in frozen) + packed_experts if quantized else 0
     trained = _count_adapter(adapter, targets, shape)
     # Each expert has its own A and B.
     trained += adapter.r * sum(expert.count * expert.num_experts * (expert.rows + expert.columns) for expert in adapted)
-    trained += num_new_tokens * shape.hidden_size * _count_frozen_tables(saved.names, shape)
+    trained += num_new_tokens * shape.hidden_size * _count_frozen_tables(modules, shape)
     return AdapterPlan(
         method=adapter.method,
         r=adapter.r,
         dropout=adapter.dropout,
         targets=targets,
-        num_trained_parameters=trained + saved.inside + saved.outside,
-        num_frozen_parameters=shape.num_parameters - saved.inside - saved.outside,
+        num_trained_parameters=trained + inside + outside,
+        num_frozen_parameters=shape.num_parameters - inside - outside,
         num_quantized_parameters=num_quantized,
         double_quant=quantized and adapter.double_quant,
         saved=modules,
-        num_saved_inside=saved.inside,
-        num_saved_outside=saved.outside,
-        num_looked_up=saved.looked_up,
+        num_saved_inside=inside,
+        num_saved_outside=outside,
+        num_looked_up=looked_up,
         experts=experts,
         num_adapted_experts=sum(expert.count * expert.size for expert in adapted),
         num_quantized_experts=packed_experts,
@@ -104,25 +103,16 @@ def _ends_in(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Modules trained in full: their parameters inside and outside decoder layers, and those in look-up tables."""
-
-    names: tuple[str, ...]
-    inside: int
-    outside: int
-    looked_up: int
-
-
-def _count_saved(names: tuple[str, ...], shape: ModelShape) -> _Saved:
+def _count_saved(names: tuple[str, ...], shape: ModelShape) -> tuple[int, int, int]:
+    """Parameters of the modules trained in full: (inside decoder layers, outside of them, in look-up tables)."""
     sizes = {name: _saved_size(name, shape) for name in names}
     inside = sum(size for size, is_inside in sizes.values() if is_inside)
     outside = sum(size for size, is_inside in sizes.values() if not is_inside)
     if not shape.tied_embeddings:
-        return _Saved(names, inside, outside, sum(sizes[name][0] for name in _INPUT_TABLES & sizes.keys()))
+        return inside, outside, sum(sizes[name][0] for name in _INPUT_TABLES & sizes.keys())
     if not any(table.isdisjoint(names) for table in TABLES):  # one weight with two names
         outside -= shape.num_embedding_parameters
-    return _Saved(names, inside, outside, 0)
+    return inside, outside, 0
 
 
 def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: ModelShape) -> int:

@@ -11,7 +11,7 @@ from echelon.ground.sizes import join_words, render_bytes
 from echelon.planner.activations import FULL, KeptActivations, check_activations, list_activations
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.axes.table import AXES
-from echelon.planner.engine_limits import check_engine, find_row
+from echelon.planner.engine_limits import check_engine
 from echelon.planner.hardware.accelerators import ACCELERATORS, Cluster
 from echelon.planner.layout import (
     MICRO_BATCH_TOKENS,
@@ -45,6 +45,7 @@ from echelon.planner.replica_limits import (
     join_servers,
 )
 from echelon.planner.time import estimate_time
+from echelon.recipe.names import ENGINES
 from echelon.recipe.synchronization import CONTINUES, PARAMETER_SERVER, QUORUM
 
 if TYPE_CHECKING:
@@ -119,6 +120,12 @@ def _name(plan: ParallelPlan) -> str:
 MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation and what the estimate does not count
 
 
+def find_usable_bytes(cluster: Cluster) -> float | None:
+    """Bytes of each device, less the headroom; None if its memory is unknown."""
+    memory = cluster.accelerator.memory_bytes
+    return None if memory is None else memory * (1 - MEMORY_HEADROOM)
+
+
 @dataclass(frozen=True)
 class _Request:
     """The inputs that all candidates of one recipe on one cluster share. `replica`: the part of it for one replica.
@@ -138,14 +145,9 @@ class _Request:
     fill: bool
     documents_apart: bool
 
-    @property
-    def usable_bytes(self) -> float | None:
-        memory = self.cluster.accelerator.memory_bytes
-        return None if memory is None else memory * (1 - MEMORY_HEADROOM)
-
     def fits(self, estimate: MemoryEstimate) -> bool:
         """Whether it fits on a device with the headroom left free, and on its machine; unknown memory fits all."""
-        return estimate.fits(self.usable_bytes, self.cluster)
+        return estimate.fits(find_usable_bytes(self.cluster), self.cluster)
 
     def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
         return estimate_memory(self.shape, plan, self.cluster.kind)
@@ -291,7 +293,7 @@ def _auto_layouts(request: _Request) -> list[ParallelPlan]:
         names = ["zero1", "zero2", "fsdp"] if casts else ["ddp"]
     else:
         names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
-    runs = find_row(request.recipe).strategies
+    runs = ENGINES[request.recipe.engine].strategies
     if runs is not None:
         names = [name for name in names if name in runs] or list(runs)
     return [_build_layout(request, name) for name in names]
@@ -410,7 +412,7 @@ def _explain_activations(request: _Request, plan: ParallelPlan, fitting: list[Pa
         reason = "and even so it does not fit"
     else:
         reason = "all activations fit" if plan.activation_checkpointing == policies[0] else "the first that fits"
-    if request.usable_bytes is None:
+    if find_usable_bytes(request.cluster) is None:
         reason = "device memory unknown"
     return [f"activation_checkpointing auto: {plan.activation_checkpointing}, {reason}"]
 
@@ -419,7 +421,7 @@ def _explain_micro_batch(request: _Request, plan: ParallelPlan, needs: MemoryEst
     """The line about a micro batch that the recipe does not set."""
     if request.recipe.train.micro_batch_size != "auto":
         return []
-    size, limit = plan.micro_batch_size, request.usable_bytes
+    size, limit = plan.micro_batch_size, find_usable_bytes(request.cluster)
     room = "device memory unknown" if limit is None else f"of {render_bytes(limit)} usable"
     ramped = ", dividing every size of the ramp" if request.recipe.train.batch_ramp is not None else ""
     return [
@@ -458,11 +460,11 @@ def _build_plan(
         adapter=request.adapter,
     )
     whole = kept.apply(replace(plan, precision=compressed_precision(request.precision, plan)))
-    return add_rollout(whole, request.recipe, request.shape, request.cluster.kind, request.usable_bytes)
+    return add_rollout(whole, request.recipe, request.shape, request.cluster.kind, find_usable_bytes(request.cluster))
 
 
 def _needs(request: _Request, layout: ParallelPlan, plan: ParallelPlan, needs: MemoryEstimate) -> str:
-    limit = request.usable_bytes or 0
+    limit = find_usable_bytes(request.cluster) or 0
     return (
         f"{layout.strategy} needs {render_bytes(needs.total)} with micro batch {plan.micro_batch_size} "
         f"({render_bytes(needs.states)} of it parameters, gradients and optimizer state); "

@@ -8,7 +8,7 @@ from typing import Any
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.experts import EXPERT_COUNTS, count_experts, find_expert_weights, find_unadaptable
 from echelon.planner.families import FAMILIES, check_divides
-from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
+from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape, count_idle
 
 _OWN_KEYS = ("deepseek_v2", "deepseek_v3")
 _METHODS = (None, "greedy", "group_limited_greedy")
@@ -29,6 +29,7 @@ def measure_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelS
     heads = _read_field(text_config, "num_attention_heads") or 1
     hidden = embedding.shape[1]
     experts = _count_experts(model, layers)
+    num_chosen = _read_field(text_config, "num_experts_per_tok")
     return ModelShape(
         model_type=config["model_type"],
         num_layers=len(layers),
@@ -51,7 +52,7 @@ def measure_shape(config: Mapping[str, Any], has_adapter: bool = True) -> ModelS
         ),
         linears=_count_linears(model, layers, is_limited=has_adapter and bool(experts)),
         experts=experts,
-        num_idle_parameters=_count_idle(text_config, experts),
+        num_idle_parameters=count_idle(experts, num_chosen) if isinstance(num_chosen, int) else 0,
     )
 
 
@@ -138,16 +139,6 @@ def _count_experts(model: Any, layers: list[Any]) -> tuple[ExpertShape, ...]:
     return tuple(
         ExpertShape(name, num_experts, rows, columns, count)
         for (name, num_experts, rows, columns), count in weights.items()
-    )
-
-
-def _count_idle(config: Any, experts: tuple[ExpertShape, ...]) -> int:
-    """The number of expert parameters that a token does not use."""
-    num_chosen = _read_field(config, "num_experts_per_tok")
-    if not isinstance(num_chosen, int):
-        return 0
-    return sum(
-        expert.count * expert.size * max(0, expert.num_experts - num_chosen) // expert.num_experts for expert in experts
     )
 
 

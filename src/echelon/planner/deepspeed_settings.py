@@ -46,7 +46,7 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
     config = dict(_flatten(recipe.deepspeed.config))
     passed: dict[str, Any] = {}
     for key, value in config.items():
-        if _needs_files(key, value):
+        if "nvme" in key or value == "nvme" or key.startswith("aio."):
             raise ConfigError(
                 f"{KEY}.{key}={show_value(value)}: with NVMe offload DeepSpeed moves gradients and moments to files "
                 "before the step, and engine=deepspeed reads them from memory, for the norm and for checkpoints; "
@@ -59,7 +59,11 @@ def build_settings(recipe: "Recipe", plan: ParallelPlan) -> dict[str, Any]:
             fixed, why = _FIXED[key]
             _check_owned(key, value, _Owned(fixed, why), is_key=False)
         elif key not in _FREE:
-            raise ConfigError(_refuse(key, value))
+            instead = _INSTEAD.get(key.partition(".")[0], "remove it")
+            raise ConfigError(
+                f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on; "
+                f"{instead}. docs/engines.md lists the keys."
+            )
         elif value != "auto":
             passed[key] = value
     steps = {
@@ -141,20 +145,6 @@ def _check_owned(key: str, value: Any, owned: _Owned, is_key: bool = True) -> No
     by = f"{owned.by} makes it" if is_key else f"{owned.by}, so it is"
     raise ConfigError(
         f"{KEY}.{key}={show_value(value)}: {by} {show_value(owned.value)}; change one of them, or write auto."
-    )
-
-
-def _needs_files(key: str, value: Any) -> bool:
-    """Whether a key of DeepSpeed's config is one of offloading to NVMe."""
-    return "nvme" in key or value == "nvme" or key.startswith("aio.")
-
-
-def _refuse(key: str, value: Any) -> str:
-    first = key.partition(".")[0]
-    instead = _INSTEAD.get(first, "remove it")
-    return (
-        f"{KEY}.{key}={show_value(value)} is not a key of DeepSpeed that engine=deepspeed passes on; {instead}. "
-        "docs/engines.md lists the keys."
     )
 
 

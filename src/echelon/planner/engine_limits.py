@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import join_words
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.names import ENGINES, NATIVE, EngineRow
+from echelon.recipe.names import ENGINES, NATIVE
 
 if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
-
-
-def find_row(recipe: "Recipe") -> EngineRow:
-    """The row of the recipe's engine."""
-    return ENGINES[recipe.engine]
 
 
 def with_engine(recipe: "Recipe", name: str) -> "Recipe":
@@ -54,7 +49,7 @@ def compare_engines(recipe: "Recipe", make_plan: Callable[["Recipe"], ParallelPl
 
 def check_engine(recipe: "Recipe", plan: ParallelPlan) -> None:
     """Raise PlanError or ConfigError if the engine of the recipe cannot run the plan."""
-    row = find_row(recipe)
+    row = ENGINES[recipe.engine]
     if row.strategies is not None and plan.strategy not in row.strategies:
         raise PlanError(
             f"parallel: the plan is {plan.strategy}, and engine={recipe.engine} runs {join_words(list(row.strategies))}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from echelon.ground.errors import ConfigError
@@ -145,48 +146,37 @@ def list_defaults(
     }
 
 
-UNUSED_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
-"""The defaults of a window that a config has to switch on."""
-_LAST_WINDOWED = {**UNUSED_WINDOW, "max_window_layers": 28}
+# The defaults of a window that a config has to switch on.
+_LAST_WINDOWED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+_with_bias_key = partial(Family, qkv_bias="attention_bias", output_bias="attention_bias")
 
 # The defaults of transformers 5; tests/unit/planner/test_shape.py compares every family with what transformers builds.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
+    "llama": _with_bias_key(
         list_defaults(32000, 4096, 11008, 32, (32, None), None, 2048),
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         mlp_bias="mlp_bias",
         heads_must_divide_hidden=True,
     ),
     "mistral": Family({**list_defaults(32000, 4096, 14336, 32, (32, 8), None, 131072), "sliding_window": 4096}),
     "qwen2": Family({**list_defaults(151936, 4096, 22016, 32, (32, 32), None, 32768), **_LAST_WINDOWED}, qkv_bias=True),
-    "qwen3": Family(
-        {**list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768), **_LAST_WINDOWED},
-        LayerParts(head_norms=True),
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+    "qwen3": _with_bias_key(
+        {**list_defaults(151936, 4096, 22016, 32, (32, 32), 128, 32768), **_LAST_WINDOWED}, LayerParts(head_norms=True)
     ),
-    "gemma": Family(
-        list_defaults(256000, 3072, 24576, 28, (16, 16), 256, 8192, tied=True),
-        LayerParts(norm="rms_fp32"),
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+    "gemma": _with_bias_key(
+        list_defaults(256000, 3072, 24576, 28, (16, 16), 256, 8192, tied=True), LayerParts(norm="rms_fp32")
     ),
-    "gemma2": Family(
+    "gemma2": _with_bias_key(
         {**list_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0}
         | {"final_logit_softcapping": 30.0, "sliding_window": 4096},
         LayerParts(norm="rms_fp32", num_norms=4),
         full_every=2,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         heads_must_divide_hidden=True,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": _with_bias_key(
         {**list_defaults(262208, 2304, 9216, 26, (8, 4), 256, 131072, tied=True), "sliding_window": 4096},
         LayerParts(norm="rms_fp32", num_norms=4, head_norms=True),
         full_every=6,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         heads_must_divide_hidden=True,
     ),
 }
@@ -229,7 +219,7 @@ def count_decoder(config: Mapping[str, Any], family: Family) -> ModelShape:
     fields = ConfigFields(config, family.defaults)
     hidden, inner, layers = (fields.count(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     vocab, attention = fields.count("vocab_size"), grouped_attention(fields, family)
-    mlp = list_mlp(hidden, inner)
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
     layer = attention.num_parameters + count_linears(mlp, fields.has(family.mlp_bias))
     layer, embedding = layer + family.parts.num_norms * hidden, vocab * hidden
     tied = fields.flag("tie_word_embeddings")
@@ -279,11 +269,6 @@ def _find_window(fields: ConfigFields, family: Family, num_layers: int) -> dict[
 def count_linears(linears: Widths, has_bias: bool = False) -> int:
     """The parameters of linear layers."""
     return sum(rows * columns + has_bias * columns for rows, columns in linears.values())
-
-
-def list_mlp(hidden: int, inner: int) -> Widths:
-    """The linear layers of a gated MLP."""
-    return {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
 
 
 def _linears(num_layers: int, **widths: tuple[int, int]) -> tuple[LinearShape, ...]:

@@ -11,7 +11,7 @@ every_step` does.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -119,7 +119,7 @@ class History:
         words = describe_plan(plan)
         like = [run for run in self.runs if run.plan["degrees"] == words["degrees"]]
         if like:
-            best = max(enumerate(like), key=lambda item: (_count_equal(item[1].plan, words), item[0]))[1]
+            best = max(enumerate(like), key=lambda item: (len(item[1].plan.items() & words.items()), item[0]))[1]
             is_same = best.plan == words
             run = f"run {best.name} {'of this plan' if is_same else 'with ' + best.plan['degrees']}"
             took = f"took {best.measured:.3g} s per step on {best.date}"
@@ -153,10 +153,6 @@ def describe_plan(plan: ParallelPlan) -> dict[str, str]:
         "offload": f"{plan.cpu_offload} {plan.activation_offloading}",
         "sync": f"{plan.sync.name} {plan.num_replicas}",
     }
-
-
-def _count_equal(one: Mapping[str, str], other: Mapping[str, str]) -> int:
-    return sum(one.get(name) == value for name, value in other.items())
 
 
 def history_key(shape: ModelShape, cluster: Cluster) -> str:
@@ -298,8 +294,7 @@ class Forecast:
         if self.hours is not None:
             yield (
                 f"run: {self.num_steps:,} steps of {self.tokens:,} tokens in all take "
-                f"{render_duration(3600 * self.hours)}, without "
-                "start-up, evaluation and checkpoints"
+                f"{render_duration(3600 * self.hours)}, without start-up, evaluation and checkpoints"
             )
         machines = f" x {self.num_machines} machines" if self.num_machines > 1 else ""
         if self.price is not None:
@@ -375,9 +370,7 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> 
 
     Raises PlanError if the speed of the devices is unknown.
     """
-    num_copies = plan.num_whole_copies
-    plain = plan.sync.name == QUORUM or plan.sync == SyncPlan()
-    if num_copies == 1 or plain:
+    if plan.num_whole_copies == 1 or plan.sync.name == QUORUM or plan.sync == SyncPlan():
         return None
     synced, other = (estimate_time(shape, candidate, cluster).total for candidate in (plan, without_sync(plan)))
     speed = find_payoff(shape, plan, cluster)
@@ -386,7 +379,8 @@ def describe_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> 
     elif speed >= _FASTEST:
         limit = "at any speed of the links between replicas"
     else:
-        limit = f"where the links between replicas have less than {_render_speed(speed)} per process"
+        size, unit = next(row for row in _UNITS if speed >= row[0] or row is _UNITS[-1])
+        limit = f"where the links between replicas have less than {speed / size:.3g} {unit} per process"
     sync = plan.sync
     name = f"sync.compress {sync.method}" if sync.name == EVERY_STEP else f"sync {sync.name}"
     return (
@@ -421,8 +415,3 @@ def find_payoff(shape: ModelShape, plan: ParallelPlan, cluster: Cluster) -> floa
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return low
-
-
-def _render_speed(speed: float) -> str:
-    size, unit = next(row for row in _UNITS if speed >= row[0] or row is _UNITS[-1])
-    return f"{speed / size:.3g} {unit}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import render_bytes, render_duration
 from echelon.ground.variables import find_cache_dir
-from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
+from echelon.planner.choose import find_usable_bytes, resolve_plan
 from echelon.planner.forecast import Forecast, HourlyPrice, forecast_run, read_history, render_usd
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.hardware.instances import Instance, cluster_of, list_instances
@@ -179,9 +179,10 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
             f"launch.sagemaker.instance_type=auto: no type with a known price fits on {machines}; set one of: "
             f"{_join_names(fitting)}."
         )
+    largest = max(candidates, key=lambda other: other.instance.gpus * (other.instance.gpu_memory_gib or 0.0))
     raise PlanError(
         f"launch.sagemaker.instance_type=auto: the plan does not fit on {machines} of any type; the largest, "
-        f"{_explain(max(candidates, key=_memory))}; shard more (parallel: fsdp), set "
+        f"{_explain(largest)}; shard more (parallel: fsdp), set "
         "train.activation_checkpointing: full, or use more machines."
     )
 
@@ -194,7 +195,7 @@ def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int)
     except (ConfigError, PlanError) as error:
         return Candidate(instance, count, reason=str(error))
     needed = estimate_memory(shape, plan, cluster.kind).total
-    usable = (cluster.accelerator.memory_bytes or 0) * (1 - MEMORY_HEADROOM)
+    usable = find_usable_bytes(cluster) or 0.0
     candidate = Candidate(instance, count, plan, needed, usable)
     if not candidate.fits or instance.price is None:
         return candidate
@@ -241,17 +242,11 @@ def limit_to_weakest(cluster: Cluster, recipe: "Recipe", variables: Mapping[str,
 
 
 def _try_type(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int | None) -> Candidate:
-    tried = _tries(recipe, shape, instance, _COUNTS if count is None else (count,))
-    last = next(tried)
-    for candidate in tried:
-        if last.fits:
+    for tried in _COUNTS if count is None else (count,):
+        candidate = plan_on(recipe, shape, instance, tried)
+        if candidate.fits:
             break
-        last = candidate
-    return last
-
-
-def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tuple[int, ...]) -> Iterator[Candidate]:
-    return (plan_on(recipe, shape, instance, count) for count in counts)
+    return candidate
 
 
 def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
@@ -293,10 +288,6 @@ def _terms(candidate: Candidate) -> str:
     """Region and date of its price."""
     assert candidate.instance.price is not None
     return candidate.instance.price.terms
-
-
-def _memory(candidate: Candidate) -> float:
-    return candidate.instance.gpus * (candidate.instance.gpu_memory_gib or 0.0)
 
 
 def _explain(candidate: Candidate) -> str:

@@ -248,12 +248,17 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
     shape, is_gpu = load.shape, kind == "cuda"
     plan = plan if load.adapter is plan.adapter else replace(plan, adapter=load.adapter)
     held = _held_bytes(shape, plan) if plan.holds_snapshots else 0
-    gathers_once = plan.rollout is not None and plan.rollout.gathers_once
+    answers = 0
+    if plan.rollout is not None:
+        answers = plan.rollout.max_num_seqs * answer_bytes(shape, plan)
+        answers += _freed_bytes(shape, plan) if plan.rollout.gathers_once else 0
     length, tokens = plan.part_len, plan.microbatch_tokens
     kept, redone, moved = activation_bytes(shape, plan, kind)
     rows = plan.micro_batch_size * length
     chunk, head = _logits(shape, plan, rows, kind, head_size) if load.has_head else (0, 0)
     waits = deferred_bytes(shape, plan) // load.num_stages if load.num_deferred else 0
+    rotary = 2 * length * shape.head_dim * FP32_BYTES
+    reward_models = plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
     sending = sum(axis.buffer_bytes(shape, plan, tokens, kind) for axis in AXES)
     return _LoadBytes(
         states=_states(shape, plan),
@@ -263,11 +268,11 @@ def _count_load(load: RankLoad, plan: ParallelPlan, kind: DeviceKind, head_size:
         chunk=chunk,
         head=head * load.num_kept,
         agreement=agreement_bytes(plan, _num_held(shape, plan)) + (0 if is_gpu else held),
-        beside=_rotary_bytes(shape, length) + sending + load.received_bytes,
-        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + _reward_bytes(plan),
+        beside=rotary + sending + load.received_bytes,
+        reference=(0 if plan.cpu_offload else reference_bytes(shape, plan)) + reward_models,
         host=moved + (sum(_shard_states(shape, plan)) + reference_bytes(shape, plan) if plan.cpu_offload else 0),
         saves=held + written if is_gpu else 0,
-        answers=_count_rows(plan) * answer_bytes(shape, plan) + (_freed_bytes(shape, plan) if gathers_once else 0),
+        answers=answers,
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
 
@@ -281,20 +286,6 @@ def reference_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     number = DTYPE_BYTES[plan.precision.compute if plan.uses_fully_shard else plan.precision.param]
     parameters = plan.num_teacher_parameters + (shape.num_parameters if plan.keeps_reference else 0)
     return -(-parameters // plan.num_shards) * number
-
-
-def _reward_bytes(plan: ParallelPlan) -> int:
-    """Bytes of the reward models on a rank that judges answers."""
-    return plan.num_reward_parameters * DTYPE_BYTES[plan.precision.compute]
-
-
-def _count_rows(plan: ParallelPlan) -> int:
-    """The answers that are sampled at once; 0 if the model is not trained on its own."""
-    return 0 if plan.rollout is None else plan.rollout.max_num_seqs
-
-
-def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
-    return 2 * sequence_len * shape.head_dim * FP32_BYTES
 
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:

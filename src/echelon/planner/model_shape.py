@@ -1,7 +1,7 @@
 """ModelShape: widths and parameter counts of an architecture, and the only formulas for FLOPs and MFU."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -195,6 +195,13 @@ class ModelShape:
     ) -> float:
         """Model FLOPs utilisation, a fraction: tokens/s of all ranks against `peak_flops` (FLOP/s) of each device."""
         return tokens_per_second * self.flops_per_token(sequence_len, num_trained) / (num_devices * peak_flops)
+
+
+def count_idle(experts: Iterable[ExpertShape], num_chosen: int) -> int:
+    """The expert parameters that a token does not use, if it uses `num_chosen` experts of a layer."""
+    return sum(
+        expert.count * expert.size * max(0, expert.num_experts - num_chosen) // expert.num_experts for expert in experts
+    )
 
 
 def with_scores(config: Mapping[str, Any], num_scores: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def describe_plan(plan: ParallelPlan) -> list[str]:
     reduction = f"; gradients reduced after {when}" if plan.dp_size > 1 or plan.num_shards > 1 else ""
     return [
         f"plan: {_describe_strategy(plan)} ({plan.show_degrees()}){sharding}{reduction}; "
-        f"activation checkpointing {_describe_activations(plan)}; {_describe_compilation(plan)}",
+        f"activation checkpointing {_describe_activations(plan)}; compile {'on' if plan.compile else 'off'}",
         _describe_precision(plan),
         *([] if plan.adapter is None else [describe_adapter_plan(plan.adapter, plan.precision.compute)]),
         *_describe_batch(plan),
@@ -35,7 +35,7 @@ def summarize_plan(plan: ParallelPlan) -> list[str]:
     chosen = [line for line in plan.why if " auto: " in line]
     return [
         f"plan: {_describe_strategy(plan)}{degrees}; computes in {policy.compute}{saved}; "
-        f"{_describe_compilation(plan)}",
+        f"compile {'on' if plan.compile else 'off'}",
         *([] if is_usual else [_describe_precision(plan)]),
         *([] if plan.adapter is None else [describe_adapter_plan(plan.adapter, policy.compute)]),
         *_describe_batch(plan),
@@ -54,10 +54,6 @@ def describe_adapter_plan(adapter: AdapterPlan, compute: str) -> str:
         f"{adapter.num_trained_parameters:,} of {total:,} parameters are trained "
         f"({adapter.num_trained_parameters / total:.2%}); the frozen ones are in {compute}{packed}"
     )
-
-
-def _describe_compilation(plan: ParallelPlan) -> str:
-    return f"compile {'on' if plan.compile else 'off'}"
 
 
 def _describe_precision(plan: ParallelPlan) -> str:

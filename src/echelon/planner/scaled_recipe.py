@@ -145,29 +145,19 @@ def _choose_shape(params: int, vocab_size: int | None) -> tuple[list[ScaledValue
             f"--params {show_count(params)}: no sensible shape with a vocabulary of {vocab.value} comes within 3 % of "
             f"it; use --vocab-size {max(512, round(params / 4 / 256 / 256) * 256)} or less, or more parameters."
         )
-    head_dim = shape.head_dim
-    choices = [
-        vocab,
-        tied,
-        ScaledValue("hidden_size", shape.hidden_size, f"gives {shape.num_parameters:,} parameters, {error:+.1%}"),
-        ScaledValue(
-            "num_hidden_layers", shape.num_layers, f"near {target:.0f}: Pythia, GPT-3 and LLaMA, between their sizes"
-        ),
-        ScaledValue(
-            "num_attention_heads", shape.num_heads, f"of {head_dim}: 64 below a width of 2048, 128 above, as GPT-3"
-        ),
-        ScaledValue("num_key_value_heads", shape.num_kv_heads, "each head its own below 30b, 8 above, as Llama 2"),
-        ScaledValue(
-            "intermediate_size", shape.intermediate_size, "about 8/3 of the width, for a gated layer, as LLaMA"
-        ),
-        ScaledValue(
+    rows = [
+        ("hidden_size", shape.hidden_size, f"gives {shape.num_parameters:,} parameters, {error:+.1%}"),
+        ("num_hidden_layers", shape.num_layers, f"near {target:.0f}: Pythia, GPT-3 and LLaMA, between their sizes"),
+        ("num_attention_heads", shape.num_heads, f"of {shape.head_dim}: 64 below a width of 2048, 128 above, as GPT-3"),
+        ("num_key_value_heads", shape.num_kv_heads, "each head its own below 30b, 8 above, as Llama 2"),
+        ("intermediate_size", shape.intermediate_size, "about 8/3 of the width, for a gated layer, as LLaMA"),
+        (
             "initializer_range",
             config["initializer_range"],
             "0.02 as GPT-2, or sqrt(2 / (5 width)) where less: arXiv 1910.05895",
         ),
-        _sequence_len(params),
     ]
-    return choices, shape
+    return [vocab, tied, *(ScaledValue(*row) for row in rows), _sequence_len(params)], shape
 
 
 def _sequence_len(params: int) -> ScaledValue:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import ConfigError, PlanError
 from echelon.planner.axes.data import STRATEGIES
-from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
+from echelon.planner.choose import find_usable_bytes, resolve_plan
 from echelon.planner.forecast import NO_HISTORY, Forecast, History, HourlyPrice, forecast_run
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.planner.layout import list_divided, list_layouts, list_micro_batches, list_policies
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from echelon.recipe.document import Recipe
 
 Goal = Literal["time", "cost", "memory"]
+_PLAN_FIELDS = (
+    "micro_batch_size", "num_microbatches", "activation_checkpointing", "checkpoint_every", "mlp_tiles",
+    "activation_offloading", "cpu_offload", "cp_method", "reshard_after_forward", "reduce_gradients",
+)  # fmt: skip
 _FORECAST = (
     "tokens_per_second", "hours", "usd", "usd_per_billion_tokens", "spot_usd", "spot_usd_per_billion_tokens"
 )  # fmt: skip
@@ -55,7 +59,7 @@ class SizedPlan:
     @property
     def usable_bytes(self) -> float | None:
         """Of each device, less the headroom; None if its memory is unknown."""
-        return _find_usable(self.cluster)
+        return find_usable_bytes(self.cluster)
 
     @property
     def fits(self) -> bool:
@@ -108,16 +112,7 @@ class SizedPlan:
             "parallel": plan.degrees(),
             "schedule": plan.schedule,
             "stages": list(plan.stages),
-            "micro_batch_size": plan.micro_batch_size,
-            "num_microbatches": plan.num_microbatches,
-            "activation_checkpointing": plan.activation_checkpointing,
-            "checkpoint_every": plan.checkpoint_every,
-            "mlp_tiles": plan.mlp_tiles,
-            "activation_offloading": plan.activation_offloading,
-            "cpu_offload": plan.cpu_offload,
-            "cp_method": plan.cp_method,
-            "reshard_after_forward": plan.reshard_after_forward,
-            "reduce_gradients": plan.reduce_gradients,
+            **{name: getattr(plan, name) for name in _PLAN_FIELDS},
             "machines": self.machines or None,
             "num_devices": self.cluster.num_devices,
             "fits": self.fits,
@@ -173,7 +168,7 @@ def search_plans(
     devices, which correct the time of each candidate before they are ranked. Raises PlanError or ConfigError, that of
     the first variant, if no plan is possible on these devices, and PlanError if their speed is unknown.
     """
-    usable = _find_usable(cluster)
+    usable = find_usable_bytes(cluster)
     fitting: dict[tuple[ParallelPlan, bool], RankedPlan] = {}
     others: list[_Found] = []
     refused: list[ConfigError | PlanError] = []
@@ -292,11 +287,6 @@ def _identify(plan: ParallelPlan) -> tuple[ParallelPlan, bool]:
     """
     when = "last" if plan.num_microbatches == 1 else plan.reduce_gradients
     return replace(plan, why=(), strategy="", reduce_gradients=when), plan.uses_fully_shard
-
-
-def _find_usable(cluster: Cluster) -> float | None:
-    memory = cluster.accelerator.memory_bytes
-    return None if memory is None else memory * (1 - MEMORY_HEADROOM)
 
 
 def rank_plans(candidates: Sequence[RankedPlan], by: Goal) -> tuple[RankedPlan, ...]:

@@ -3,7 +3,7 @@
 Records of plain text have the field `text`, records of token ids the field `input_ids`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
@@ -135,11 +135,7 @@ def known_fields(format: str) -> tuple[str, ...]:
     """Return the fields that `fields` may rename for this format; for a file format, those of all record formats."""
     if format in WITHOUT_FIELDS:
         return ()
-    if format in RECORD_FORMATS:
-        row = RECORD_FORMATS[format]
-        return _once(row.fields, row.turn_fields)
-    return _once(PLAIN_FIELDS, *((*row.fields, *row.turn_fields) for row in RECORD_FORMATS.values()))
-
-
-def _once(*groups: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for group in groups for name in group))
+    is_record = format in RECORD_FORMATS
+    rows = [RECORD_FORMATS[format]] if is_record else RECORD_FORMATS.values()
+    names = [name for row in rows for name in (*row.fields, *row.turn_fields)]
+    return tuple(dict.fromkeys(names if is_record else [*PLAIN_FIELDS, *names]))

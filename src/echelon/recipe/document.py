@@ -204,7 +204,9 @@ class Recipe(OpenSection):
     @rule
     def _passes_have_a_length(self) -> None:
         epochs = {} if self.train.epochs is None else {"train.epochs": f"{self.train.epochs:g}"}
-        for key, value in {**epochs, **self._rhythms_in_epochs}.items():
+        keys = ("checkpoint.every", "train.eval_every", "evaluate.tasks_every")
+        rhythms = {key: repr(every) for key in keys if read_epochs(every := attrgetter(key)(self)) is not None}
+        for key, value in {**epochs, **rhythms}.items():
             units = "use train.steps or train.tokens" if key == "train.epochs" else "use a number of steps"
             if self.data.stream is not None:
                 raise ValueError(
@@ -383,13 +385,6 @@ class Recipe(OpenSection):
     def prepared_dir(self) -> Path:
         """The folder of prepared data: by default `prepared` next to the run folder."""
         return self.data.prepared_dir or self.run.dir.parent / "prepared"
-
-    @property
-    def _rhythms_in_epochs(self) -> dict[str, str]:
-        """The keys of rhythms that are counted in passes over the data, and their values in quotes."""
-        keys = ("checkpoint.every", "train.eval_every", "evaluate.tasks_every")
-        values = {key: attrgetter(key)(self) for key in keys}
-        return {key: repr(every) for key, every in values.items() if read_epochs(every) is not None}
 
     def save_rhythm(self, num_samples: int) -> Rhythm:
         """Return the steps after which to save, except for `auto`. `num_samples`: sequences of one epoch."""

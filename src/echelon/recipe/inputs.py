@@ -233,8 +233,7 @@ class SourceConfig(Section):
         "`{messages: dialogue, role: speaker}`.",
     )
     max_samples: Count | None = Field(
-        None,
-        description="Read only the first N records of the source; unusable records count too. Default: all.",
+        None, description="Read only the first N records of the source; unusable records count too. Default: all."
     )
     weight: Positive | None = Field(
         None,

@@ -40,7 +40,7 @@ def recipe_keys(section: type[Section], prefix: str = "") -> Mapping[str, FieldI
         key = f"{prefix}{name}"
         keys[key] = field
         if child := subsection(field.annotation):
-            entry = "[]" if _is_list(field) else ""
+            entry = "[]" if get_origin(field.annotation) is tuple else ""
             keys.update(recipe_keys(child, f"{key}{entry}."))
     return keys
 
@@ -87,7 +87,3 @@ def nearest_key(path: KeyPath, root: type[Section], spellings: Mapping[str, str]
     for index in indices:
         key = key.replace("[].", f".{index}.", 1)
     return key.replace("[].", ".0.")
-
-
-def _is_list(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) is tuple

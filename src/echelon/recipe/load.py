@@ -78,7 +78,9 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
         _write_sources_out(draft)
     notes += replace_former(draft)  # in a whole section that an override gives
     notes += join_former(draft)
-    notes += _translate_dialects(draft)
+    # sections in the spelling of other tools, by the keys that they stand for
+    dialects = [key for key in DIALECTS.own if draft.holds((key,)) or draft.get(("engine",)) == key]
+    notes += [line for key in dialects for line in DIALECTS[key](draft)]
     _read_deepspeed(draft)
     _refuse_unknown_keys(draft)
     try:
@@ -109,12 +111,6 @@ def _read_deepspeed(draft: Draft) -> None:
     if not isinstance(content, dict):
         raise ConfigError(f"{draft.origin(key)}: deepspeed.config={path} is not a JSON object of DeepSpeed's settings.")
     draft.set(key, content, path)
-
-
-def _translate_dialects(draft: Draft) -> list[str]:
-    """Replace a section in another tool's spelling by the keys that it stands for; return lines for the user."""
-    dialects = [key for key in DIALECTS.own if draft.holds((key,)) or draft.get(("engine",)) == key]
-    return [line for key in dialects for line in DIALECTS[key](draft)]
 
 
 def _read_text(path: Path) -> str:

@@ -157,10 +157,6 @@ def _read_subject(text: str) -> tuple[str | None, str | None, str]:
     if match := _OPTION.match(text):
         return match["key"], None, text[match.end() :]
     for match in _NAMED.finditer(text):
-        if _is_key(match["key"]):
+        if _INDEX.sub("[]", match["key"]) in recipe_keys(Recipe) or match["key"].startswith(_FREE):
             return match["key"], match["value"], text[match.end() :].lstrip(" :,") if match.start() == 0 else text
     return None, None, text
-
-
-def _is_key(name: str) -> bool:
-    return _INDEX.sub("[]", name) in recipe_keys(Recipe) or name.startswith(_FREE)

@@ -226,12 +226,10 @@ class DeepspeedConfig(Section):
     )  # fmt: skip
 
     offload_optimizer: bool = Field(
-        False,
-        description="Keep the master weights and the optimizer state in host memory, where the host steps them.",
+        False, description="Keep the master weights and the optimizer state in host memory, where the host steps them."
     )
     offload_parameters: bool = Field(
-        False,
-        description="Also keep the parameters in host memory. Needs `offload_optimizer` and `parallel: fsdp`.",
+        False, description="Also keep the parameters in host memory. Needs `offload_optimizer` and `parallel: fsdp`."
     )
     config: DsConfig = Field(
         default_factory=dict,

@@ -152,8 +152,7 @@ class TrainConfig(Section):
     callbacks: Callbacks = Field((), description="Your own code, called after steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
     eval_every: Every | None = Field(
-        100,
-        description="Steps between evaluations, or passes over the data: `0.5 epochs`. `null`: only at the end.",
+        100, description="Steps between evaluations, or passes over the data: `0.5 epochs`. `null`: only at the end."
     )
 
     @property
@@ -210,11 +209,11 @@ class OptimConfig(Section):
         ("norms", "biases"), description="Kinds of parameters without weight decay: `norms`, `biases`, `embeddings`."
     )
     betas: tuple[Number, Number] = Field(
-        default_factory=lambda optim: _default_betas(optim.get("name")),
+        default_factory=lambda optim: (0.9, 0.99) if optim.get("name") == "lion" else (0.9, 0.95),
         description="Decay rates of the first and second moment. Default: [0.9, 0.95]; lion: [0.9, 0.99].",
     )
     momentum: Number = Field(
-        default_factory=lambda optim: _default_momentum(optim.get("name")),
+        default_factory=lambda optim: 0.95 if optim.get("name") == "muon" else 0.9,
         ge=0,
         lt=1,
         description="Momentum of sgd and muon. Default: 0.9; muon: 0.95.",
@@ -277,22 +276,13 @@ class OptimConfig(Section):
         return math.ceil(number * total / 100) if self.warms_up_by_share else int(number)
 
 
-def _default_betas(name: str | None) -> tuple[float, float]:
-    return (0.9, 0.99) if name == "lion" else (0.9, 0.95)
-
-
-def _default_momentum(name: str | None) -> float:
-    return 0.95 if name == "muon" else 0.9
-
-
 class ParallelConfig(Section):
     """Degrees of parallelism, if a name is not enough. Their product is the number of processes."""
 
     around = "parallel."
 
     dp_replicate: Count | Literal["auto"] | None = Field(
-        None,
-        description="Replicas of the model; `auto`: all remaining processes, as without any `dp_` key.",
+        None, description="Replicas of the model; `auto`: all remaining processes, as without any `dp_` key."
     )
     dp_shard: Count | Literal["auto"] | None = Field(
         None,
@@ -311,8 +301,7 @@ class ParallelConfig(Section):
     )
     cpu_offload: Flag = Field(False, description="Keep parameters and optimizer state in host memory.")
     prefetch: Count | None = Field(
-        None,
-        description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order.",
+        None, description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order."
     )
     sequence_parallel: Annotated[Flag | None, OnlyWith("parallel.tp")] = Field(
         None, description="norms and residuals are divided along the sequence among its processes. Absent: false."

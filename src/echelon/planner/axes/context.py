@@ -51,7 +51,6 @@ class _Context(Axis):
                 f"parallel.cp={plan.cp} with cp_method=ulysses does not divide the {heads} attention heads of the "
                 f"model; use cp = {fits}, or cp_method: allgather."
             )
-
         if plan.cp_method == "ring" and shape.parts.attention_dropout:
             raise ConfigError(
                 f"parallel.cp={plan.cp} with cp_method=ring has no dropout in attention, and that of the model is "

@@ -140,18 +140,16 @@ def _resolve_degrees(parallel: ParallelConfig, world: int) -> tuple[int, int]:
     rest = _divide_world(world, inner)
     if parallel.dp_replicate is None and parallel.dp_shard is None:
         return rest, 1
-    if parallel.dp_replicate == "auto":
-        return _divide_rest(parallel.dp_shard or 1, rest, inner, world)
-    replicate = parallel.dp_replicate or 1
-    if parallel.dp_shard == "auto":
-        if rest % replicate:
-            fits = join_words([str(n) for n in nearest(divisors(rest), replicate)])
-            left = f" that {_show(inner)} leaves of {world}" if inner else ""
-            raise PlanError(
-                f"parallel.dp_replicate={replicate} does not divide the {rest} processes{left}; use {fits}."
+    replicate, shard = parallel.dp_replicate or 1, parallel.dp_shard or 1
+    if replicate == "auto":
+        if shard == "auto":
+            raise ConfigError(
+                "parallel.dp_replicate=auto and parallel.dp_shard=auto would both take all remaining processes; give "
+                "one of them a number."
             )
-        return replicate, rest // replicate
-    shard = parallel.dp_shard or 1
+        return _divide_rest("dp_shard", shard, rest, inner, world), shard
+    if shard == "auto":
+        return replicate, _divide_rest("dp_replicate", replicate, rest, inner, world)
     if replicate * shard != rest:
         degrees = {"dp_replicate": replicate, "dp_shard": shard, **inner}
         needed = prod(degrees.values())
@@ -163,18 +161,13 @@ def _resolve_degrees(parallel: ParallelConfig, world: int) -> tuple[int, int]:
     return replicate, shard
 
 
-def _divide_rest(shard: int | str, rest: int, inner: dict[str, int], world: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) if replicas take what shards and the degrees in `inner` leave."""
-    if isinstance(shard, str):
-        raise ConfigError(
-            "parallel.dp_replicate=auto and parallel.dp_shard=auto would both take all remaining processes; give "
-            "one of them a number."
-        )
-    if rest % shard:
-        fits = join_words([str(n) for n in nearest(divisors(rest), shard)])
+def _divide_rest(key: str, degree: int, rest: int, inner: dict[str, int], world: int) -> int:
+    """What this degree leaves of the processes that the degrees in `inner` leave."""
+    if rest % degree:
+        fits = join_words([str(n) for n in nearest(divisors(rest), degree)])
         left = f" that {_show(inner)} leaves of {world}" if inner else ""
-        raise PlanError(f"parallel.dp_shard={shard} does not divide the {rest} processes{left}; use {fits}.")
-    return rest // shard, shard
+        raise PlanError(f"parallel.{key}={degree} does not divide the {rest} processes{left}; use {fits}.")
+    return rest // degree
 
 
 def _divide_world(world: int, inner: dict[str, int]) -> int:
@@ -349,11 +342,8 @@ def _count_parameters(sender: Sender) -> tuple[float, float]:
         return sent, 0.0
     share = 1.0 if plan.uses_fully_shard and plan.num_replicas == 1 else find_sent_share(shape, plan, size)
     all_reduce = 2 * ring_share(size) * held * reduce * share
-    if plan.num_replicas > 1:
-        return sent, all_reduce / plan.sync.every
-    return sent, all_reduce * (
-        1 if plan.uses_fully_shard else plan.num_reductions
-    )  # shards are summed at the last microbatch
+    times = 1 if plan.uses_fully_shard else plan.num_reductions  # shards are summed at the last microbatch
+    return sent, all_reduce / plan.sync.every if plan.num_replicas > 1 else all_reduce * times
 
 
 def list_switches(base: ParallelConfig, replica: Cluster, is_named: bool) -> Iterator[ParallelConfig]:

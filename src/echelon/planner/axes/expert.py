@@ -99,11 +99,8 @@ class _Expert(Axis):
     @override
     def variants(self, base: ParallelConfig, choices: Choices) -> Iterator[ParallelConfig]:
         experts = choices.shape.experts
-        degrees = (
-            divisors(gcd(prod(getattr(base, axis) for axis in SHARDING), *(weight.num_experts for weight in experts)))
-            if experts
-            else [1]
-        )
+        shards = prod(getattr(base, axis) for axis in SHARDING)
+        degrees = divisors(gcd(shards, *(weight.num_experts for weight in experts))) if experts else [1]
         yield from (base.model_copy(update={"ep": ep}) for ep in degrees)
 
 

@@ -59,10 +59,9 @@ class _Pipeline(Axis):
                 f"must add up to {num_layers}."
             )
         if len(stages) != pp and (parallel.schedule not in _SEVERAL_STAGES or len(stages) % pp):
-            several = f", or a multiple of it with schedule {join_words(_SEVERAL_STAGES)}"
             raise ConfigError(
                 f"parallel.stages={list(stages)} has {len(stages)} stages for parallel.pp={pp}; give {pp} of "
-                f"them{several}."
+                f"them, or a multiple of it with schedule {join_words(_SEVERAL_STAGES)}."
             )
 
     @override

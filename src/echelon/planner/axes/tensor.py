@@ -12,7 +12,7 @@ from echelon.ground.errors import ConfigError, PlanError
 from echelon.ground.sizes import join_words
 from echelon.planner.axes.axis import Axis, Choices, Sender, find_group, nearest, ring_share
 from echelon.planner.layer_time import LayerTime, Step
-from echelon.planner.model_shape import PACKED_MATRICES, SCORE_HEAD, ModelShape, divisors
+from echelon.planner.model_shape import PACKED_MATRICES, SCORE_HEAD, ModelShape, count_idle, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.training import ParallelConfig
 
@@ -110,9 +110,8 @@ def _count_packed(shape: ModelShape) -> float:
 
 @lru_cache(maxsize=64)
 def _divide(shape: ModelShape, tp: int) -> ModelShape:
-    matrices = (
-        sum(linear.count * linear.size for linear in shape.linears) + shape.num_expert_parameters
-    ) // shape.num_layers
+    linears = sum(linear.count * linear.size for linear in shape.linears)
+    matrices = (linears + shape.num_expert_parameters) // shape.num_layers
     layer = shape.num_layer_parameters - matrices + matrices // tp
     experts = tuple(replace(expert, num_experts=expert.num_experts // tp) for expert in shape.experts)
     tables = shape.num_embedding_parameters * shape.num_tables
@@ -127,13 +126,7 @@ def _divide(shape: ModelShape, tp: int) -> ModelShape:
         num_embedding_parameters=shape.num_embedding_parameters // tp,
         num_layer_parameters=layer,
         experts=experts,
-        num_idle_parameters=sum(
-            expert.count
-            * expert.size
-            * (expert.num_experts - min(expert.num_experts, shape.num_chosen_experts))
-            // expert.num_experts
-            for expert in experts
-        ),
+        num_idle_parameters=count_idle(experts, shape.num_chosen_experts),
     )
 
 

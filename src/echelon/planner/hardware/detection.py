@@ -121,14 +121,8 @@ def _describe_gpu() -> Accelerator:
     if accelerator is None:
         rates = _measure_in_child()
         return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
-    return Accelerator(
-        accelerator.name,
-        properties.total_memory,
-        accelerator.bf16_flops,
-        accelerator.fp32_flops,
-        accelerator.memory_bandwidth,
-        f"{accelerator.source}; memory as the driver reports it",
-    )
+    source = f"{accelerator.source}; memory as the driver reports it"
+    return replace(accelerator, memory_bytes=properties.total_memory, source=source)
 
 
 def _measure_in_child() -> tuple[float | None, float | None]:
@@ -137,12 +131,8 @@ def _measure_in_child() -> tuple[float | None, float | None]:
     Measured in another process: in this one, which is the parent of the workers, the memory that CUDA allocates for a
     process would stay in use on their first GPU.
     """
-    words = (
-        "import sys",
-        f"from {__name__} import measure_matmul_flops",
-        "print(*map(measure_matmul_flops, sys.argv[1:]))",
-    )
-    command = [sys.executable, "-c", "; ".join(words), "bfloat16", "float32"]
+    words = f"import sys; from {__name__} import measure_matmul_flops; print(*map(measure_matmul_flops, sys.argv[1:]))"
+    command = [sys.executable, "-c", words, "bfloat16", "float32"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         logger.warning(f"hardware: the speed of the GPU could not be measured: {done.stderr.strip()[-200:]}")

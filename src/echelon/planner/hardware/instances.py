@@ -167,14 +167,10 @@ def list_instances(region: str | None = None) -> dict[str, Instance]:
             for key, usd in prices.items():
                 if (name := key if key in types else f"ml.{key}") in types:
                     choices = [getattr(types[name], kind), Price(usd, row.region, row.date, row.source)]
-                    best = max((price for price in choices if price), key=lambda price: _rank_price(price, region))
+                    # prices of the region come first, then the newest
+                    best = max(filter(None, choices), key=lambda price: (price.region == region, price.date or ""))
                     types[name] = replace(types[name], **{kind: best})
     return types
-
-
-def _rank_price(price: Price, region: str | None) -> tuple[bool, str]:
-    """Prices of the region come first, then the newest."""
-    return price.region == region, price.date or ""
 
 
 def _describe_type(given: "PricedMachine") -> Instance:
@@ -194,7 +190,6 @@ def _describe_type(given: "PricedMachine") -> Instance:
         efa_interfaces=given.efa_interfaces,
         vcpus=given.vcpus,
         ram_gib=given.memory_gib,
-        price=None,
         efa_rdma=given.efa_rdma,
         own_disks=given.gpus > 0 if given.local_disks is None else given.local_disks,
         # The GPUs without bf16, V100 and T4, are in the table.
@@ -241,20 +236,12 @@ def cluster_of(instance: Instance, count: int, num_processes: int | None = None)
             f"{instance.gpus} or fewer, or auto."
         )
     assert instance.device is not None
-    accelerator, memory = instance.device, instance.ram_gib * 2**30
+    accelerator, memory, total = instance.device, instance.ram_gib * 2**30, count * per_machine
     if not instance.gpus:
-        return Cluster(
-            replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
-        )
+        return Cluster(replace(accelerator, memory_bytes=memory // per_machine), total, per_machine, "cpu")
     links = machine_links(accelerator.name, instance.network_gbits, instance.efa_interfaces > 0, per_machine)
     return Cluster(
-        accelerator,
-        count * per_machine,
-        per_machine,
-        "cuda",
-        instance.bf16_supported,
-        host_memory_bytes=memory,
-        links=links,
+        accelerator, total, per_machine, "cuda", instance.bf16_supported, host_memory_bytes=memory, links=links
     )
 
 
@@ -262,14 +249,11 @@ def nearest_gpu_instance(trainium: Instance) -> Instance:
     """The GPU type with the smallest sufficient total memory; among equals, the nearest network bandwidth."""
     assert trainium.neuron_devices and trainium.gpu_memory_gib is not None
     needed = trainium.neuron_devices * trainium.gpu_memory_gib
-    candidates = [
-        (instance.gpus * (instance.gpu_memory_gib or 0), abs(instance.network_gbits - trainium.network_gbits), instance)
-        for instance in INSTANCES.values()
-        if instance.gpus
-    ]
-    return min((candidate for candidate in candidates if candidate[0] >= needed), key=lambda candidate: candidate[:2])[
-        2
-    ]
+    larger = [kind for kind in INSTANCES.values() if kind.gpus and kind.gpus * (kind.gpu_memory_gib or 0) >= needed]
+    return min(
+        larger,
+        key=lambda kind: (kind.gpus * (kind.gpu_memory_gib or 0), abs(kind.network_gbits - trainium.network_gbits)),
+    )
 
 
 def efa_environment(instance: Instance) -> dict[str, str]:

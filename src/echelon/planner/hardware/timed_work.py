@@ -379,11 +379,6 @@ def time_wrappers(timer: Timer, dtype: "torch.dtype") -> Iterator[Row]:
         yield name, {"seconds": statistics.median(seconds[1:])}  # the first call sets up buffers
 
 
-def time_all(device: "torch.device") -> list[Row]:
-    """Every measurement of one process: the medians of several rounds."""
-    return take_medians(row for _ in range(_ROUNDS) for row in _time_once(device))
-
-
 def take_medians(rows: Iterable[Row]) -> list[Row]:
     """One row for each piece of work, with the medians of what was measured."""
     by_work: dict[tuple[str, frozenset[tuple[str, float]]], list[dict[str, float]]] = {}
@@ -433,7 +428,7 @@ def main(store: str, rank: int, world_size: int) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=_JOIN_SECONDS),
     )
-    rows = time_all(device)
+    rows = take_medians(row for _ in range(_ROUNDS) for row in _time_once(device))
     dist.barrier()
     if rank == 0:
         sys.stdout.write(f"{json.dumps(rows)}\n")
