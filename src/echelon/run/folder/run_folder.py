@@ -164,76 +164,34 @@ class RunFolder(RunFiles):
         self.rows = RunRows(path)
         self.text = TextRecord(path, self.rows)
         self._lock = FolderLock(path)
-
-    @property
-    def estimate_path(self) -> Path:
+        self.estimate_path = path / "estimate.json"
         """The predicted memory of the plan, and the hardware it is for."""
-        return self.path / "estimate.json"
-
-    @property
-    def samples_path(self) -> Path:
+        self.samples_path = self.rows.samples_path
         """The model's continuations of `evaluate.prompts` at each evaluation."""
-        return self.rows.samples_path
-
-    @property
-    def events_path(self) -> Path:
+        self.events_path = self.rows.events_path
         """The events of the run: see docs/run-folder.md."""
-        return self.rows.events_path
-
-    @property
-    def spending_path(self) -> Path:
+        self.spending_path = path / "spending.json"
         """Time and money used by all starts of the run: see `echelon.run.folder.cost.Spending`."""
-        return self.path / "spending.json"
-
-    @property
-    def outcome_path(self) -> Path:
+        self.outcome_path = path / "outcome.json"
         """Written when the run has finished; absent before."""
-        return self.path / "outcome.json"
-
-    @property
-    def data_path(self) -> Path:
+        self.data_path = self.text.path
         """The path of the prepared text that the run reads."""
-        return self.text.path
-
-    @property
-    def remote_path(self) -> Path:
+        self.remote_path = path / "remote.json"
         """The name of the run in its object store."""
-        return self.path / "remote.json"
-
-    @property
-    def export_dir(self) -> Path:
+        self.export_dir = path / "export"
         """Default folder of an exported model."""
-        return self.path / "export"
-
-    @property
-    def logs_dir(self) -> Path:
+        self.logs_dir = path / "logs"
         """The kept console, one log file per rank, and `parent.log` for failures of the command itself."""
-        return self.path / "logs"
-
-    @property
-    def console_path(self) -> Path:
+        self.console_path = self.logs_dir / "console.log"
         """What all starts of the run have shown on the console, also if nobody saw it."""
-        return self.logs_dir / "console.log"
-
-    @property
-    def stop_path(self) -> Path:
+        self.stop_path = self.outcomes_dir / "stop"
         """The file by which the parent asks its workers to stop."""
-        return self.outcomes_dir / "stop"
-
-    @property
-    def death_path(self) -> Path:
+        self.death_path = self.outcomes_dir / "death"
         """The file by which the parent tells its workers that one of them has died."""
-        return self.outcomes_dir / "death"
-
-    @property
-    def awaited_path(self) -> Path:
+        self.awaited_path = self.outcomes_dir / "awaited"
         """The file by which the parent tells replicas that it starts a lost one again, without which none may train."""
-        return self.outcomes_dir / "awaited"
-
-    @property
-    def slow_path(self) -> Path:
+        self.slow_path = self.outcomes_dir / "slow"
         """The file by which a worker tells its agent that it is slow, and that a spare may take the machine's place."""
-        return self.outcomes_dir / "slow"
 
     def write_pid(self, rank: int) -> None:
         """Write the pid of this rank, for the parent to watch."""
