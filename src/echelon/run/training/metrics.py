@@ -188,7 +188,8 @@ class PendingMetrics:
                 _place_own(record, meshes).flatten(),
             ]
         )
-        sums = _await_device(sums, is_vote=membership is not None)
+        if membership is not None:  # a vote begins once the device has done all sums of the step's gradients
+            sums = sums.cpu()
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], sums.device)
         works = [start_all_reduce(sums, meshes.everyone)]
         if peak_bytes is not None:
@@ -296,11 +297,6 @@ def _to_device(values: list[float], device: torch.device) -> Tensor:
     """Copy numbers to the device as fp64, without waiting for it."""
     host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
-
-
-def _await_device(values: Tensor, is_vote: bool) -> Tensor:
-    """Copy what is about to be a vote to the host, once the device has done all sums of the step's gradients."""
-    return values.cpu() if is_vote else values
 
 
 def _to_host(tensor: Tensor) -> Tensor:
