@@ -203,9 +203,10 @@ class Journal:
                 self.event("measured", lines=list(lines))
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Write the samples of an evaluation to samples.jsonl, and log one line for each."""
+        """Write the samples of an evaluation to samples.jsonl, and log the start of each on one line."""
         for text in texts:
-            logger.info(render_sample_line(text))
+            line = " ".join(text.split())
+            logger.info(f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}")
         self.keep_samples(step, [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)])
 
     def keep_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -398,12 +399,6 @@ def _metrics(values: Mapping[str, float | None]) -> str:
             error = values.get(f"{metric}_stderr{comma}{chosen}")
             shown.append(f"{name} {value:.4f}" + ("" if error is None else f" (+- {error:.4f})"))
     return "  ".join(shown)
-
-
-def render_sample_line(text: str) -> str:
-    """Return the start of a sample as one console line."""
-    line = " ".join(text.split())
-    return f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}"
 
 
 def _number(value: float | None, form: str) -> str:
