@@ -1,6 +1,5 @@
 """Writes metrics.jsonl, which trackers read, and the console lines of a run. Only on rank 0."""
 
-import io
 import json
 import logging
 import re
@@ -126,7 +125,7 @@ class Journal:
         self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule, shows_mfu: bool = True
     ) -> None:
         self._folder = folder
-        self._file = self._open()
+        self._file = open_to_append(folder.metrics_path)
         self._unwritten = b""
         self._num_steps = num_steps
         self._log_every = log_every
@@ -226,20 +225,17 @@ class Journal:
         self._folder.rows.append_event(event, **fields)
 
     def cut(self, step: int) -> None:
-        """Remove all rows after the step that the run has returned to."""
+        """Remove all rows after the step that the run has returned to. If there are any, reads the whole file."""
+        if self._folder.rows.last_step() <= step:
+            return
         self.flush()
         self._file.close()
         self._folder.rows.cut_metrics(step)
-        self._file = self._open()
+        self._file = open_to_append(self._folder.metrics_path)
         self._started = None
         self._averages = StepAverages()
         for forwarder in self.forwarders:
             forwarder.reread()
-
-    def cut_beyond(self, step: int) -> None:
-        """`cut`, if there are later rows: it reads the whole file."""
-        if self._folder.rows.last_step() > step:
-            self.cut(step)
 
     def flush(self) -> None:
         """Write rows that could not be written to a full disk. Raises OSError if they still cannot."""
@@ -253,9 +249,6 @@ class Journal:
         self._file.close()
         for forwarder in self.forwarders:
             forwarder.close(done)
-
-    def _open(self) -> io.FileIO:
-        return open_to_append(self._folder.metrics_path)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._unwritten += (json.dumps(row) + "\n").encode()
