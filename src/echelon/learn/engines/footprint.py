@@ -59,9 +59,7 @@ class _DeviceAllocations(_Allocations):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @override
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.mark(_END)
 
     @override
@@ -127,12 +125,10 @@ class Footprint:
         )
         self._allocations.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._allocations.__exit__(kind, error, trace)
+        self._allocations.__exit__(*error)
 
     def parts(self, optimizer: Iterable[Tensor], has_buckets: bool, reference: nn.Module | None) -> MemoryParts | None:
         """Return the parts, each at its largest, on this rank. Called after the block, before gradients are cleared.

@@ -111,7 +111,8 @@ def conversions_to_files(skeleton: PreTrainedModel, live: Mapping[str, Shape]) -
         CheckpointError: neither the converted nor the original names could be read.
     """
     # The prefix of a larger model, of which this one may be a part, is not restored: its config is not exported.
-    rules = [rule for rule in get_model_conversion_mapping(skeleton, add_legacy=False) if not _changes_prefix(rule)]
+    rules = get_model_conversion_mapping(skeleton, add_legacy=False)
+    rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     renamings, converters = _split([rule.reverse_transform() for rule in reversed(rules)])
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, _Group] = {}
@@ -213,10 +214,6 @@ def _rename(name: str, rules: Iterable[Any], only_first: bool = False) -> tuple[
         if only_first and matched is not None:
             break
     return name, matched
-
-
-def _changes_prefix(rule: Any) -> bool:
-    return isinstance(rule, PrefixChange)
 
 
 def _stacks_rows(converter: Any) -> bool:

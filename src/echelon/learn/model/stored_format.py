@@ -164,10 +164,6 @@ def _read_block(size: object, key: str) -> Block:
     return _positive(size[0], key), _positive(size[1], key)
 
 
-def _read_mxfp4(settings: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    return (Scheme(4, (1, 32)),)
-
-
 def _read_gptq(settings: Mapping[str, Any]) -> tuple[Scheme, ...]:
     bits = _require(settings, "bits", (2, 3, 4, 8), 4)
     key = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
@@ -238,7 +234,7 @@ def _read_strategy(weights: Mapping[str, Any], where: str) -> Block:
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Scheme, ...]]] = {
     "fp8": _read_fp8,
-    "mxfp4": _read_mxfp4,
+    "mxfp4": lambda _: (Scheme(4, (1, 32)),),
     "compressed-tensors": _read_compressed,
     "gptq": _read_gptq,
     "awq": _read_awq,

@@ -215,12 +215,6 @@ def tied_names(skeleton: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def names_by_place(model: nn.Module, skeleton: nn.Module) -> list[tuple[list[str], WeightPlace]]:
-    """Return each place once, with all names of its weight."""
-    places = find_places(model, skeleton)
-    return [(names, places[names[0]]) for names in tied_names(skeleton) if names[0] in places]
-
-
 def buffer_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]:
     """The place of each buffer that belongs to a checkpoint and is not on meta, by its name in the plain model."""
     stored = skeleton.state_dict().keys()
@@ -286,9 +280,11 @@ class PretrainedWeights:
         """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
         where, made_by = f"model.checkpoint={self._path}", self._made_by
         needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
-        for names, place in names_by_place(model, self._skeleton):
-            if not self._new.isdisjoint(names):
+        places = find_places(model, self._skeleton)
+        for names in tied_names(self._skeleton):
+            if names[0] not in places or not self._new.isdisjoint(names):
                 continue
+            place = places[names[0]]
             name = next((name for name in names if name in made_by), None)
             if name is None:
                 raise CheckpointError(f"{where}: the weight {names[0]} is missing; the files belong to another model.")

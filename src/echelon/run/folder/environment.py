@@ -21,16 +21,8 @@ _RECORDED_VARIABLES = re.compile(
     r"|RESTART_COUNT|CPUS_PER_TASK|GPUS_ON_NODE))"
 )
 _RECORDED_PACKAGES = (
-    "echelon",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "peft",
-    "bitsandbytes",
-)
+    "echelon", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "peft", "bitsandbytes",
+)  # fmt: skip
 
 
 def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:

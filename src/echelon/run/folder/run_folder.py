@@ -62,6 +62,9 @@ OWNER_ONLY = 0o700
 TEMPORARY = re.compile(r"\..+\.tmp")
 """Names of the temporary files of `stored.write_text`."""
 
+# `read_holder` takes the lock for a moment, so `lock` retries for at least this long.
+_POLL_SECONDS = 0.2
+
 
 class RunRows:
     """Metrics, samples and events in a run folder. One process appends to each file; any process may read."""
@@ -163,77 +166,35 @@ class RunFolder(RunFiles):
         self.outcomes_dir = outcomes_dir or path / ".outcomes"
         self.rows = RunRows(path)
         self.text = TextRecord(path, self.rows)
-        self._lock = FolderLock(path)
-
-    @property
-    def estimate_path(self) -> Path:
+        self._lock = FileLock(path / ".lock")
+        self.estimate_path = path / "estimate.json"
         """The predicted memory of the plan, and the hardware it is for."""
-        return self.path / "estimate.json"
-
-    @property
-    def samples_path(self) -> Path:
+        self.samples_path = self.rows.samples_path
         """The model's continuations of `evaluate.prompts` at each evaluation."""
-        return self.rows.samples_path
-
-    @property
-    def events_path(self) -> Path:
+        self.events_path = self.rows.events_path
         """The events of the run: see docs/run-folder.md."""
-        return self.rows.events_path
-
-    @property
-    def spending_path(self) -> Path:
+        self.spending_path = path / "spending.json"
         """Time and money used by all starts of the run: see `echelon.run.folder.cost.Spending`."""
-        return self.path / "spending.json"
-
-    @property
-    def outcome_path(self) -> Path:
+        self.outcome_path = path / "outcome.json"
         """Written when the run has finished; absent before."""
-        return self.path / "outcome.json"
-
-    @property
-    def data_path(self) -> Path:
+        self.data_path = self.text.path
         """The path of the prepared text that the run reads."""
-        return self.text.path
-
-    @property
-    def remote_path(self) -> Path:
+        self.remote_path = path / "remote.json"
         """The name of the run in its object store."""
-        return self.path / "remote.json"
-
-    @property
-    def export_dir(self) -> Path:
+        self.export_dir = path / "export"
         """Default folder of an exported model."""
-        return self.path / "export"
-
-    @property
-    def logs_dir(self) -> Path:
+        self.logs_dir = path / "logs"
         """The kept console, one log file per rank, and `parent.log` for failures of the command itself."""
-        return self.path / "logs"
-
-    @property
-    def console_path(self) -> Path:
+        self.console_path = self.logs_dir / "console.log"
         """What all starts of the run have shown on the console, also if nobody saw it."""
-        return self.logs_dir / "console.log"
-
-    @property
-    def stop_path(self) -> Path:
+        self.stop_path = self.outcomes_dir / "stop"
         """The file by which the parent asks its workers to stop."""
-        return self.outcomes_dir / "stop"
-
-    @property
-    def death_path(self) -> Path:
+        self.death_path = self.outcomes_dir / "death"
         """The file by which the parent tells its workers that one of them has died."""
-        return self.outcomes_dir / "death"
-
-    @property
-    def awaited_path(self) -> Path:
+        self.awaited_path = self.outcomes_dir / "awaited"
         """The file by which the parent tells replicas that it starts a lost one again, without which none may train."""
-        return self.outcomes_dir / "awaited"
-
-    @property
-    def slow_path(self) -> Path:
+        self.slow_path = self.outcomes_dir / "slow"
         """The file by which a worker tells its agent that it is slow, and that a spare may take the machine's place."""
-        return self.outcomes_dir / "slow"
 
     def write_pid(self, rank: int) -> None:
         """Write the pid of this rank, for the parent to watch."""
@@ -281,7 +242,19 @@ class RunFolder(RunFiles):
         `patience_seconds`: how long to wait for a run that is about to end.
         """
         self.create()
-        self._lock.acquire(patience_seconds)
+        deadline = time.monotonic() + max(patience_seconds, _POLL_SECONDS)
+        try:
+            if not os.access(self.path, os.W_OK | os.X_OK):  # an existing lock file opens in a read-only folder too
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            while not self._lock.take():
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir={self.path} is in use by a live run (pid {self.read_holder() or 'unknown'}); "
+                        f"wait for it, stop it, or give this run another run.name.{describe_mark(self._lock)}"
+                    )
+                time.sleep(0.1)
+        except OSError as error:
+            raise explain_unusable(self.path, "written to", error) from error
 
     def unlock(self) -> None:
         """Release the lock, if held."""
@@ -292,7 +265,7 @@ class RunFolder(RunFiles):
         return self.read_holder() is not None
 
     def read_holder(self) -> str | None:
-        """Return the live process that holds the lock, as PID on HOST; None if there is none."""
+        """Return the live process, possibly this one, that holds the lock, as PID on HOST; None if there is none."""
         return self._lock.read_holder()
 
     def newest_step(self) -> int | None:
@@ -353,45 +326,6 @@ def describe_gone(path: Path) -> str:
         f"run.dir={path} was removed or moved during the run, so all progress since then is lost; run the same command "
         "again to start over, or set run.dir to the folder's new path."
     )
-
-
-# `read_holder` takes the lock for a moment, so `acquire` retries for at least this long.
-_POLL_SECONDS = 0.2
-
-
-class FolderLock:
-    """The lock of a run folder. The constructor does no I/O."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = FileLock(folder / ".lock")
-
-    def acquire(self, patience_seconds: float) -> None:
-        """Hold the lock until `release()` or the end of this process. Raises ConfigError if a live run holds it.
-
-        `patience_seconds`: how long to wait for a run that is about to end.
-        """
-        deadline = time.monotonic() + max(patience_seconds, _POLL_SECONDS)
-        try:
-            if not os.access(self._folder, os.W_OK | os.X_OK):  # an existing lock file opens in a read-only folder too
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            while not self._lock.take():
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"run.dir={self._folder} is in use by a live run (pid {self.read_holder() or 'unknown'}); "
-                        f"wait for it, stop it, or give this run another run.name.{describe_mark(self._lock)}"
-                    )
-                time.sleep(0.1)
-        except OSError as error:
-            raise explain_unusable(self._folder, "written to", error) from error
-
-    def read_holder(self) -> str | None:
-        """Return the live process, possibly this one, that holds the lock, as PID on HOST; None if there is none."""
-        return self._lock.read_holder()
-
-    def release(self) -> None:
-        """Release the lock, if held."""
-        self._lock.release()
 
 
 def explain_unusable(folder: Path, what: str, error: OSError) -> EchelonError:

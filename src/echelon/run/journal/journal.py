@@ -1,6 +1,5 @@
 """Writes metrics.jsonl, which trackers read, and the console lines of a run. Only on rank 0."""
 
-import io
 import json
 import logging
 import re
@@ -109,12 +108,6 @@ class ProgressBar:
         return line
 
 
-def find_progress_bar(num_steps: int) -> ProgressBar | None:
-    """The bar of a run of `num_steps`; None if this process's console has no bar."""
-    console = find_bar_console()
-    return None if console is None else ProgressBar(console, num_steps)
-
-
 # Between two console lines of steps, where the recipe asks for one in each step; longer steps have a line each.
 _LINE_SECONDS = 10.0
 
@@ -132,32 +125,27 @@ class Journal:
         self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule, shows_mfu: bool = True
     ) -> None:
         self._folder = folder
-        self._file = self._open()
+        self._file = open_to_append(folder.metrics_path)
         self._unwritten = b""
-        self._forwarders: list[MetricsForwarder] = []
         self._num_steps = num_steps
         self._log_every = log_every
         self._batches = batches
         self._shows_mfu = shows_mfu
         self._averages = StepAverages()
-        self._bar = find_progress_bar(num_steps)
+        console = find_bar_console()
+        self._bar = None if console is None else ProgressBar(console, num_steps)
         self._started: tuple[int, float] | None = None
         self._line_at = -_LINE_SECONDS
-        self._recovery: RecoveryWatch | None = None
+        self.forwarders: list[MetricsForwarder] = []
+        """What sends the rows to trackers; `close` waits for them."""
+        self.recovery: RecoveryWatch | None = None
+        """What each step is reported to, if set."""
         self.meter: CostMeter | None = None
         """Counts the run's time and money, if set."""
         self.network: NetworkWatch | None = None
         """Counts the bytes that ranks send, if set."""
         self.memory_lines: list[str] = []
         """The memory by part that `memory` was given, as a table."""
-
-    def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
-        """Let these forwarders send the rows to their trackers; `close` waits for them."""
-        self._forwarders += forwarders
-
-    def tell_recovery(self, recovery: RecoveryWatch) -> None:
-        """Report each step to this watch."""
-        self._recovery = recovery
 
     def train(self, row: dict[str, Any], further: Iterable[str] = ()) -> None:
         """Write the row of a training step, adding the run's cost so far.
@@ -173,8 +161,8 @@ class Journal:
         if self.network is not None:
             self.network.saw_step(row["sent_bytes"])
         self._write(row)
-        if self._recovery is not None:
-            self._recovery.stepped(row["step"])
+        if self.recovery is not None:
+            self.recovery.stepped(row["step"])
         self._averages.add(row)
         if is_logged:
             shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
@@ -214,9 +202,10 @@ class Journal:
                 self.event("measured", lines=list(lines))
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Write the samples of an evaluation to samples.jsonl, and log one line for each."""
+        """Write the samples of an evaluation to samples.jsonl, and log the start of each on one line."""
         for text in texts:
-            logger.info(render_sample_line(text))
+            line = " ".join(text.split())
+            logger.info(f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}")
         self.keep_samples(step, [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)])
 
     def keep_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -236,20 +225,17 @@ class Journal:
         self._folder.rows.append_event(event, **fields)
 
     def cut(self, step: int) -> None:
-        """Remove all rows after the step that the run has returned to."""
+        """Remove all rows after the step that the run has returned to. If there are any, reads the whole file."""
+        if self._folder.rows.last_step() <= step:
+            return
         self.flush()
         self._file.close()
         self._folder.rows.cut_metrics(step)
-        self._file = self._open()
+        self._file = open_to_append(self._folder.metrics_path)
         self._started = None
         self._averages = StepAverages()
-        for forwarder in self._forwarders:
+        for forwarder in self.forwarders:
             forwarder.reread()
-
-    def cut_beyond(self, step: int) -> None:
-        """`cut`, if there are later rows: it reads the whole file."""
-        if self._folder.rows.last_step() > step:
-            self.cut(step)
 
     def flush(self) -> None:
         """Write rows that could not be written to a full disk. Raises OSError if they still cannot."""
@@ -261,11 +247,8 @@ class Journal:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
-        for forwarder in self._forwarders:
+        for forwarder in self.forwarders:
             forwarder.close(done)
-
-    def _open(self) -> io.FileIO:
-        return open_to_append(self._folder.metrics_path)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._unwritten += (json.dumps(row) + "\n").encode()
@@ -312,13 +295,15 @@ def render_step(
     An unknown MFU is left out. `further`: keys of the row, shown after the norm; of training from rewards, some.
     """
     width = len(str(num_steps))
+    # All metrics of an own loop, and the most important of rewards.
+    shown = [name for name in further if "reward_spread" not in row or not _ONLY_IN_ROWS.fullmatch(name)]
     seconds = row["step_seconds"]
     wait = None if not seconds else min(1.0, row["data_wait_seconds"] / seconds)
     fields = [
         f"step {row['step']:>{width}}/{num_steps}",
         f"loss {_number(row['loss'], '.4f')}",
         f"grad_norm {_number(row['grad_norm'], '.3f')}",
-        *(f"{name} {_number(row[name], '.4g')}" for name in _choose_shown(row, further)),
+        *(f"{name} {_number(row[name], '.4g')}" for name in shown),
         f"lr {row['learning_rate']:.2e}",
         f"tok/s {_number(row['tokens_per_second'], '.0f')}",
         *([] if row["mfu"] is None else [f"mfu {_percent(row['mfu'])}"]),
@@ -333,11 +318,6 @@ def render_step(
     if row["skipped"]:
         fields.append("SKIPPED")
     return "  ".join(fields)
-
-
-def _choose_shown(row: Mapping[str, Any], further: Iterable[str]) -> list[str]:
-    """Return which metrics of a loop a line shows: all of an own loop's, and the most important of rewards."""
-    return [name for name in further if "reward_spread" not in row or not _ONLY_IN_ROWS.fullmatch(name)]
 
 
 class StepAverages:
@@ -412,12 +392,6 @@ def _metrics(values: Mapping[str, float | None]) -> str:
             error = values.get(f"{metric}_stderr{comma}{chosen}")
             shown.append(f"{name} {value:.4f}" + ("" if error is None else f" (+- {error:.4f})"))
     return "  ".join(shown)
-
-
-def render_sample_line(text: str) -> str:
-    """Return the start of a sample as one console line."""
-    line = " ".join(text.split())
-    return f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -54,12 +54,11 @@ def open_journal(
     num_steps = recipe.num_steps(learner.data.train.num_samples)
     shows_mfu = learner.device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
     journal = Journal(folder, num_steps, recipe.train.log_every, recipe.batches, shows_mfu)
-    if recovery is not None:
-        journal.tell_recovery(recovery)
+    journal.recovery = recovery
     num_machines = -(-runtime.world_size // runtime.local_world_size)
     journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
     journal.network = NetworkWatch(count_traffic())
-    journal.add_forwarders(start_trackers(recipe, folder, step))
+    journal.forwarders += start_trackers(recipe, folder, step)
     return journal
 
 

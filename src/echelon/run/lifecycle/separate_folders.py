@@ -75,9 +75,15 @@ def mark_ready(store: "Store", place: Path) -> None:
 
 def await_ready(store: "Store", place: Path) -> None:
     """On the other ranks of a machine: wait for the first one. Raises LaunchError when rank 0 is gone."""
+    await_value(store, f"echelon/ready/{place}")
+
+
+def await_value(store: "Store", key: str) -> bytes:
+    """Wait without a timeout for the value of a key. Raises LaunchError when rank 0 is gone."""
     try:
-        while not store.check([f"echelon/ready/{place}"]):
+        while not store.check([key]):
             time.sleep(_POLL_SECONDS)
+        return store.get(key)
     except RuntimeError as error:
         raise LaunchError(_GONE) from error
 

@@ -46,6 +46,7 @@ from echelon.run.lifecycle.separate_folders import (
     announce_commits,
     await_fetched,
     await_ready,
+    await_value,
     check_hosts,
     fetch_announced,
     mark_ready,
@@ -387,8 +388,10 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         if commits and (code := await_fetched(store)) is not None:  # the failed rank reports the reason
             word["code"] = code
             return Outcome(code)
-        if run is not None and not shares_files():
-            _send_to_hosts(run, store)
+        host_dir = find_host_dir()
+        if run is not None and host_dir is not None and not shares_files():
+            send_run(run.folder, store)
+            mark_ready(store, host_dir)
         word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
     except EchelonError as error:
         word["code"] = error.exit_code
@@ -408,19 +411,12 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
     return Outcome(DONE) if run is None else run
 
 
-def _send_to_hosts(run: PreparedRun, store: "Store") -> None:
-    """Send the run to the machines that do not see its folder, if agents of several machines started the ranks."""
-    if (host_dir := find_host_dir()) is not None:
-        send_run(run.folder, store)
-        mark_ready(store, host_dir)
-
-
 def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outcome | None:
     """Wait until this rank can train; an Outcome instead ends it."""
     word: dict[str, int] = {}
 
     def await_word() -> bool:
-        word.update(_await_rank_zero(store))
+        word.update(json.loads(await_value(store, _READY_KEY)))  # rank 0's result: {"code", "digest"}
         return word["code"] == DONE and word["digest"] != 0
 
     host_dir = None if shares_files() else find_host_dir()
@@ -434,23 +430,8 @@ def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outc
             await_ready(store, host_dir)
     if not trains:
         return Outcome(word["code"])
-    _await_files(folder, word["digest"])
-    return None
-
-
-def _await_rank_zero(store: "Store") -> dict[str, int]:
-    """Wait without a timeout for rank 0's result: {"code", "digest"}. Raises LaunchError when rank 0 is gone."""
-    try:
-        while not store.check([_READY_KEY]):
-            time.sleep(_POLL_SECONDS)
-        word: dict[str, int] = json.loads(store.get(_READY_KEY))
-    except RuntimeError as error:
-        raise LaunchError("rank 0 ended before the run was prepared; see its message.") from error
-    return word
-
-
-def _await_files(folder: RunFolder, digest: int) -> None:
-    """Wait a while for the file system to show rank 0's files; `load_agreed_run` raises an error if it does not."""
+    # The file system may show rank 0's files late; `load_agreed_run` raises an error if it does not.
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while digest_run(folder) != digest and time.monotonic() < deadline:
+    while digest_run(folder) != word["digest"] and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+    return None

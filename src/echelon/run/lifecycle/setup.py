@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from echelon.ground.errors import ConfigError, EchelonError, PlanError
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch", "sync")
+# And if these fields of its cluster are the same.
+_DEVICES_OF = attrgetter("kind", "num_devices", "devices_per_node", "accelerator.name")
 
 
 @dataclass(frozen=True)
@@ -368,7 +371,7 @@ def _find_plan(
         before, plan = began
         changed = any(difference.key.startswith(_PLAN_KEYS) for difference in opened.differences)
         fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
-        if fits and not changed and _are_alike(before, cluster):
+        if fits and not changed and _DEVICES_OF(before) == _DEVICES_OF(cluster):
             return plan
         recipe = _keep_precision(recipe, before, plan, cluster)
     is_resumed, num_samples = opened.state == "resumed", data.train.num_samples
@@ -385,15 +388,6 @@ def _read_beginning(opened: OpenedRun) -> tuple[Cluster, ParallelPlan] | None:
     except (OSError, ValueError, PlanError) as error:
         logger.warning(f"plan: a new one, because the plan of the first start cannot be read ({error})")
         return None
-
-
-def _are_alike(one: Cluster, other: Cluster) -> bool:
-    return (one.kind, one.num_devices, one.devices_per_node, one.accelerator.name) == (
-        other.kind,
-        other.num_devices,
-        other.devices_per_node,
-        other.accelerator.name,
-    )
 
 
 def _keep_precision(recipe: Recipe, before: Cluster, plan: ParallelPlan, cluster: Cluster) -> Recipe:

@@ -36,7 +36,8 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _output_discarded(), garbage_kept():
         import_all()
-    if count_threads() > 1:  # a lock that a thread holds would stay locked in the workers
+    # A lock that a thread holds, also one of a native library, would stay locked in the workers.
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
         return
     gc.collect()
     gc.freeze()  # so that workers do not copy these objects' memory only to look through it
@@ -57,11 +58,6 @@ def import_all() -> None:
     import echelon.run.lifecycle.rank_run
     import echelon.run.lifecycle.setup
     import echelon.run.lifecycle.worker  # noqa: F401
-
-
-def count_threads() -> int:
-    """The number of threads of this process, also those of native libraries."""
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @contextmanager

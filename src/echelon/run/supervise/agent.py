@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from echelon.ground.errors import LaunchError, first_line
@@ -179,7 +179,8 @@ class Agent:
                 write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
             ended_at = read_clock()
             detection = None if died_at is None else max(0.0, time.time() - died_at)
-            self._begin_again(job, decision, detection)
+            self._tell_restart(job, decision, detection)
+            folder.clear_outcomes(restart=True)
             announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
 
     def _keep_console(self, folder: RunFolder, meeting: Meeting) -> None:
@@ -202,8 +203,11 @@ class Agent:
         """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
         folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**network_variables(self._address), **job.env, **announced}
-        with exported(variables), self._news_shared(job, meeting):
-            if not self._group.is_alone and (refusal := self._present(job, meeting)) is not None:
+        # A single machine has no other to inform, and its workers handle a stop during startup themselves.
+        shares = not self._group.is_alone
+        sharing = news_shared(meeting, folder, job.min_replicas is None) if shares else nullcontext()
+        with exported(variables), sharing:
+            if shares and (refusal := self._present(job, meeting)) is not None:
                 return refusal, None
             team = meeting.now().team or [(meeting.host, job.num_processes)]
             reason = explain_connections(sum(count for _, count in team), len(team))
@@ -214,12 +218,6 @@ class Agent:
                 return deaths, None
             died_at = min((death.time for death in deaths), default=None)
         return self._find_cause(folder, deaths, was_run), died_at
-
-    def _news_shared(self, job: Workers, meeting: Meeting) -> AbstractContextManager[None]:
-        """Share stops and deaths with the other machines during a block."""
-        if self._group.is_alone:  # no other to inform, and its workers handle a stop during startup themselves
-            return nullcontext()
-        return news_shared(meeting, job.folder, job.min_replicas is None)
 
     def _find_cause(self, folder: RunFolder, deaths: Sequence[ProcessDeath], was_run: bool) -> Cause:
         """How an attempt has ended on this machine. `was_run`: whether there was a run before it."""
@@ -347,13 +345,10 @@ class Agent:
             "again on the remaining machines to resume the run."
         )
 
-    def _begin_again(self, job: Workers, decision: Decision, detection: float | None) -> None:
-        """Log a restart, write its events on the machine that keeps the journal, and forget how the attempt ended."""
-        if decision.message and decision.goes_on:  # it has none where machines left or joined
-            self._tell_restart(job, decision, detection)
-        job.folder.clear_outcomes(restart=True)
-
     def _tell_restart(self, job: Workers, decision: Decision, detection: float | None) -> None:
+        """Log a restart after a failure, and write its events on the machine that keeps the journal."""
+        if not decision.message:  # machines left or joined
+            return
         if self.keeps_journal:
             job.folder.sweep()
             with suppress(OSError):  # the disk may be full

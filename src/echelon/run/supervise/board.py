@@ -12,7 +12,7 @@ a wait either has a limit of its own or is watched by the caller.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -150,7 +150,7 @@ class MembershipStore:
         Calls `watch` at every look; it may raise to end the wait. Raises LaunchError if there is no first view in time.
         """
         number, deadline = beyond, time.monotonic() + _FIRST_VIEW_SECONDS
-        for _ in _looks(_PATIENT_LOOK_SECONDS):
+        while True:
             watch()
             while self.is_published(number + 1):
                 number += 1
@@ -162,17 +162,17 @@ class MembershipStore:
             if number > beyond and member in (view := self.read(number)).members and self._enter(view, member, watch):
                 return view
             beyond = max(beyond, number)
-        raise AssertionError("not reached")
+            time.sleep(_PATIENT_LOOK_SECONDS)
 
     def _enter(self, view: View, member: str, watch: Callable[[], None]) -> bool:
         """Wait until all replicas of a view wait for it; False if it changes before. The same in all of them."""
         self.mark(f"here/{view.number}", member)
-        for _ in _looks(_PATIENT_LOOK_SECONDS):
+        while True:
             watch()
             is_complete = all(self.is_marked(f"here/{view.number}", member) for member in view.members)
             if is_complete or self.has_changed(view.number):
                 return self._settle(f"entry/{view.number}", _COMPLETE if is_complete else _CHANGED) == _COMPLETE
-        raise AssertionError("not reached")
+            time.sleep(_PATIENT_LOOK_SECONDS)
 
     def _settle(self, key: str, finding: str) -> str:
         """Record what this replica has found, unless another one has recorded something; returns what is recorded."""
@@ -190,11 +190,10 @@ class MembershipStore:
             if ballot:  # every replica knows the earlier result
                 for name in ("votes", "result"):
                     self._store.delete_key(f"{name}/{view.number}/{ballot - 1}")
-        for _ in _looks(_LOOK_SECONDS):
-            if self._store.check([result]):
-                break
+        while not self._store.check([result]):
             if self.is_over(view.number):
                 self._settle(result, _GIVEN_UP)
+            time.sleep(_LOOK_SECONDS)
         decision = self._store.get(result).decode()
         return None if decision == _GIVEN_UP else decision == _LAST
 
@@ -206,12 +205,12 @@ class MembershipStore:
         if is_first:
             self.mark("finished", str(view.number))
         deadline = time.monotonic() + _END_SECONDS
-        for _ in _looks(_PATIENT_LOOK_SECONDS):
+        while True:
             if self.is_marked("finished", str(view.number)) or time.monotonic() > deadline:
                 return True
             if self.is_over(view.number):
                 return False
-        raise AssertionError("not reached")
+            time.sleep(_PATIENT_LOOK_SECONDS)
 
 
 def _ready(member: str) -> str:
@@ -226,10 +225,3 @@ def await_true(holds: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(_PATIENT_LOOK_SECONDS)
     return True
-
-
-def _looks(pause_seconds: float) -> Iterator[None]:
-    """Yield forever, with pauses."""
-    while True:
-        yield
-        time.sleep(pause_seconds)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 from echelon.ground.foreign_launchers import in_number_order
 from echelon.ground.hosts import HostGroup
@@ -31,6 +31,10 @@ _CLOCK_SECONDS = 2.0
 
 Message = Mapping[str, Any]
 """What an agent posts, or the coordinator publishes: JSON, with its `kind` and the number of its `attempt`."""
+
+# The kinds of messages that all machines get as they are, and those of which they get one alone, of another kind.
+_RELAYED = ("call", "members", "exit", "awaits")
+_TOLD_ONCE = {"closing": "is_closed", "death": "is_dead"}
 
 # How long the first machines of an elastic job wait for others, and all for those that have trained in the attempt
 # before; and how long if too few of them are without a fault.
@@ -281,8 +285,23 @@ class Coordinator:
                 self._publish({"kind": "stop", "name": message["name"]})
         elif kind == "read":
             (self._readers or set()).discard(host)
-        elif message["attempt"] == self._attempt and self._readers is None and kind in self._HANDLERS:
-            self._HANDLERS[kind](self, host, message)
+        elif message["attempt"] == self._attempt and self._readers is None:
+            self._take(kind, host, message)
+
+    def _take(self, kind: str, host: str, message: Message) -> None:
+        """Take in a message about the current attempt."""
+        if kind in _RELAYED:
+            self._publish(message)
+        elif kind in _TOLD_ONCE:
+            self._tell_once(_TOLD_ONCE[kind])
+        elif kind == "present":
+            self._take_report(host, message)
+        elif kind == "ended":
+            self._take_end(host, message)
+        elif kind == "waiting":
+            self._waits_of[host] = validator_of(Waiting).validate_python(message["waiting"])
+        elif kind == "slow":
+            self._take_slow(message)
 
     def _take_report(self, host: str, message: Message) -> None:
         self._reports[host] = validator_of(MachineReport).validate_python(message["report"])
@@ -295,36 +314,11 @@ class Coordinator:
             if host == self._host or not self._group.lives_on:
                 self._tell_once("is_closed")
 
-    def _take_wait(self, host: str, message: Message) -> None:
-        self._waits_of[host] = validator_of(Waiting).validate_python(message["waiting"])
-
-    def _take_slow(self, _: str, message: Message) -> None:
+    def _take_slow(self, message: Message) -> None:
         """Let the machine of a slow rank leave if a spare waits; not this one, whose end may be that of the job."""
         host = [member for member, count in self._team for _ in range(count)][message["rank"]]
         if host != self._host and set(self._spares) - self._silent:
             self._tell("leave", host=host)
-
-    def _take_closing(self, _: str, message: Message) -> None:
-        self._tell_once("is_closed")
-
-    def _relay(self, _: str, message: Message) -> None:
-        self._publish(message)
-
-    def _take_death(self, _: str, message: Message) -> None:
-        self._tell_once("is_dead")
-
-    _HANDLERS: ClassVar[Mapping[str, Callable[["Coordinator", str, Message], None]]] = {
-        "present": _take_report,
-        "ended": _take_end,
-        "waiting": _take_wait,
-        "slow": _take_slow,
-        "call": _relay,
-        "members": _relay,
-        "exit": _relay,
-        "awaits": _relay,
-        "closing": _take_closing,
-        "death": _take_death,
-    }
 
     def look(self, silent: frozenset[str]) -> None:
         """Do what is due. Call it now and then, and after messages. `silent`: the machines that are lost."""

@@ -133,12 +133,9 @@ class Diagnosis:
         else:
             on = "" if len(self.ranks) == self.world_size else f", only on rank {', '.join(map(str, self.ranks))}"
             sentence = f"When its batch was rerun, the first non-finite value was {self.finding.describe()}{on}"
-        return f"{sentence}. {self.describe_samples()}."
-
-    def describe_samples(self) -> str:
-        """List the sample ids."""
         more = self.num_samples - len(self.sample_ids)
-        return f"Samples {', '.join(map(str, self.sample_ids))}{f' and {more} more' if more else ''}"
+        samples = f"Samples {', '.join(map(str, self.sample_ids))}{f' and {more} more' if more else ''}"
+        return f"{sentence}. {samples}."
 
     def fields(self) -> dict[str, Any]:
         """Return JSON values for an event."""

@@ -157,8 +157,7 @@ class PendingMetrics:
 
     def __init__(self, record: StepRecord, meshes: Meshes, measured: Measured = _NOTHING) -> None:
         """Of the peak memory of the ranks, `read` returns the largest."""
-        peak_bytes = measured.peak_bytes
-        device = record.loss_sum.device
+        device, peak_bytes = record.loss_sum.device, measured.peak_bytes
         limbs = [(record.batch_hash >> (LIMB_BITS * limb)) & (2**LIMB_BITS - 1) for limb in range(_NUM_LIMBS)]
         data = [record.num_tokens, record.num_labels, *limbs]
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
@@ -166,10 +165,8 @@ class PendingMetrics:
         experts = losses.new_zeros(1, 1) if record.expert_tokens is None else record.expert_tokens.double()
         *load, clock = [0.0] * 4 if measured.gpu is None else [1.0, *measured.gpu]
         own_times = [0.0] * (2 * meshes.num_devices)
-        own_times[dist.get_rank(meshes.everyone) :: meshes.num_devices] = [
-            measured.busy_seconds + record.data_wait_seconds,
-            clock,
-        ]
+        busy_seconds = measured.busy_seconds + record.data_wait_seconds
+        own_times[dist.get_rank(meshes.everyone) :: meshes.num_devices] = [busy_seconds, clock]
         membership = meshes.membership if meshes.is_one_model else None
         sees_next = membership is not None and membership.sees_next()
         sums = torch.cat(
@@ -199,7 +196,7 @@ class PendingMetrics:
         self._values: Tensor | None = None
         if meshes.outer is None:
             self.collect()
-        self.finished = Stamp(self.record.loss_sum.device)
+        self.finish()
 
     def finish(self) -> None:
         """Record that the step is done here."""

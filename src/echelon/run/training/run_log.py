@@ -72,7 +72,7 @@ class Accounting:
         Removes those of later steps: the rank that wrote them may have been lost before another one had the step.
         """
         if self.journal is not None:
-            self.journal.cut_beyond(step)
+            self.journal.cut(step)
             for row in self.journal.missing(step, rows):
                 (self.journal.train if row["kind"] == "train" else self.journal.evaluation)(row)
 
@@ -110,4 +110,4 @@ class Accounting:
         """Return to the state after this step, with its goodput seconds, and remove the rows of later steps."""
         self.goodput.go_back(seconds)
         if self.journal is not None:
-            self.journal.cut_beyond(step)
+            self.journal.cut(step)

@@ -155,9 +155,8 @@ class SaveInterval(Monitor):
     def _describe(self, every: int, seconds: float, stall: float) -> str:
         saving, redone = lost_fractions(seconds, stall, self._failure_seconds)
         return (
-            f"checkpoint.every auto: every {every} steps ({render_duration(seconds)}): a save blocks training "
-            f"for {stall:.2f} s, and a failure is expected every "
-            f"{render_duration(self._failure_seconds)}; expected loss "
+            f"checkpoint.every auto: every {every} steps ({render_duration(seconds)}): a save blocks training for "
+            f"{stall:.2f} s, and a failure is expected every {render_duration(self._failure_seconds)}; expected loss "
             f"of time {100 * (saving + redone):.2g} %: {100 * saving:.2g} % saving, {100 * redone:.2g} % repeated work"
         )
 

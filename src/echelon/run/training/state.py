@@ -4,14 +4,12 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, with_config
 
 from echelon.ground.errors import CheckpointError
 from echelon.ground.stored import validator_of
-
-T = TypeVar("T")
 
 # An unknown key means a damaged file, or one of another version.
 _STRICT = ConfigDict(extra="forbid")
@@ -71,11 +69,6 @@ class TrainState:
         """Return the counters as JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """Parse the result of `to_dict`. Raises CheckpointError for anything else."""
-        return _parse(cls, values)
-
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
@@ -111,12 +104,9 @@ class SavedState:
     def from_dict(cls, values: dict[str, Any]) -> "SavedState":
         """Parse a saved state. Raises CheckpointError for anything else."""
         names = ["train", "judges", "goodput", "sync", "loop"]
-        return _parse(cls, {name: values[name] for name in names if name in values})
-
-
-def _parse(kind: type[T], values: dict[str, Any]) -> T:
-    try:
-        return validator_of(kind).validate_json(json.dumps(values), strict=True)
-    except (TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"state.json has no valid counters of a run ({reason}).") from error
+        kept = {name: values[name] for name in names if name in values}
+        try:
+            return validator_of(cls).validate_json(json.dumps(kept), strict=True)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"state.json has no valid counters of a run ({reason}).") from error

@@ -93,7 +93,7 @@ def test_a_new_window_keeps_the_newest_norms_and_old_checkpoints_have_none():
 def test_suppressed_steps_are_in_the_state_and_in_the_events(tmp_path):
     state = TrainState(step=4).suppressing([7]).suppressing([3, 7])
     assert state.suppressed == (3, 7)
-    assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    assert SavedState.from_dict({"train": json.loads(json.dumps(state.to_dict()))}).train == state
     folder = RunFolder(tmp_path)
     assert read_suppressed(folder) == []
     folder.rows.append_event("bad_step", step=7, action="rollback")
@@ -142,7 +142,7 @@ def test_the_best_loss_and_early_stopping() -> None:
     assert (worse.best_loss, worse.best_step, worse.evaluations_since_best) == (3.0, 10, 2)
     better = worse.advanced(1, 1).evaluated(2.5)
     assert (better.best_loss, better.best_step, better.evaluations_since_best) == (2.5, 12, 0)
-    assert TrainState.from_dict(better.to_dict()) == better
+    assert SavedState.from_dict({"train": better.to_dict()}).train == better
     assert TrainState().evaluated(math.inf).best_step is None
 
 
@@ -153,7 +153,8 @@ def test_losses_of_another_set_are_not_compared() -> None:
 
 
 def test_an_old_checkpoint_without_evaluation_state() -> None:
-    assert TrainState.from_dict({"step": 3, "tokens": 9, "target_tokens": 8}) == TrainState(3, 9, 8)
+    train = {"step": 3, "tokens": 9, "target_tokens": 8}
+    assert SavedState.from_dict({"train": train}).train == TrainState(3, 9, 8)
 
 
 def test_a_checkpoint_without_any_judge_is_refused() -> None:
@@ -164,7 +165,7 @@ def test_a_checkpoint_without_any_judge_is_refused() -> None:
 @pytest.mark.parametrize("train", [{"step": 2**63}, {"step": 2, "suppressed": [-1]}, {"tokens": -5}])
 def test_counts_that_no_run_has_are_refused(train: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="no valid counters"):
-        TrainState.from_dict(train)
+        SavedState.from_dict({"train": train})
 
 
 def test_a_count_of_bad_steps_that_no_tensor_holds_is_refused() -> None:

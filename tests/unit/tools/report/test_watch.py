@@ -11,7 +11,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
-from echelon.run.folder.run_folder import FolderLock
+from echelon.run.folder.run_folder import RunFolder
 from echelon.run.report.plain import render_text
 from echelon.run.report.server import LiveServer, follow, shorten
 from tests.unit.tools.report.test_report import write_lines, write_run
@@ -41,10 +41,10 @@ def test_the_terminal_follows_a_run_to_its_end(tmp_path):
 
     def go_on(seconds):
         waits.append(seconds)
-        lock.release()
+        folder.unlock()
 
-    lock = FolderLock(path)
-    lock.acquire(0.0)
+    folder = RunFolder(path)
+    folder.lock()
     reports = list(follow(path, go_on))
     assert [each.status for each in reports] == ["running", "interrupted"] and waits >= [2.0]
     text = render_text(shorten(reports[0]), 80)

@@ -75,12 +75,8 @@ class Mlflow:
         self._client.update_run(self._run_id, status="RUNNING")
         self._log_params(set(run.data.params))
         self._log_data()
-        for path in (
-            self._folder.recipe_path,
-            self._folder.plan_path,
-            self._folder.estimate_path,
-            self._folder.environment_path,
-        ):
+        folder = self._folder
+        for path in (folder.recipe_path, folder.plan_path, folder.estimate_path, folder.environment_path):
             self._client.log_artifact(self._run_id, str(path))
         variables = {**read_environment(), **self._recipe.launch.env}
         if variables.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() not in ("false", "0"):
