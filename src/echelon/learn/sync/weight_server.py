@@ -39,22 +39,18 @@ class ShareQueue:
         self._entered: dict[int, int] = {}
         self._started: set[int] = set()
         self._num_taken: dict[int, int] = {}
-        self._newest = 0
+        self.newest = 0
+        """The latest step that a worker has entered since `clear`."""
 
     def enter(self, worker: int, step: int) -> None:
         """Note that a worker asks for shares of a step: it has none of an earlier step any more."""
         self._first = step if self._first is None else self._first
         self._entered[worker] = step
-        self._newest = max(self._newest, step)
+        self.newest = max(self.newest, step)
 
     def leave(self, worker: int) -> None:
         """Note that a worker asks for no more shares before `clear`, so nobody waits for it."""
         self._entered[worker] = 2**62
-
-    @property
-    def newest(self) -> int:
-        """The latest step that a worker has entered since `clear`."""
-        return self._newest
 
     def is_open(self, step: int) -> bool:
         """Whether shares of a step may be handed out."""
