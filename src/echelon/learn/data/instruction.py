@@ -92,13 +92,9 @@ class InstructionEncoding:
         if isinstance(example, Labelled):
             return (self._encode_labelled(example),)
         if isinstance(example, Preference):
-            documents: tuple[EncodedDocument, ...] = (
-                self._encode_text(example.chosen),
-                self._encode_text(example.rejected),
-            )
+            documents: tuple[EncodedDocument, ...] = tuple(map(self._encode_text, (example.chosen, example.rejected)))
             if self.scores is not None:
-                labels = split_margin(example.margin)
-                pairs = zip(documents, labels, strict=True)
+                pairs = zip(documents, split_margin(example.margin), strict=True)
                 return tuple(label_document(document, label, self.scores) for document, label in pairs)
         elif isinstance(example, Judged):
             documents = (replace(self._encode_text(example.text), is_good=example.is_good),)

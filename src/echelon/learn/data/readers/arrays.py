@@ -13,14 +13,7 @@ from typing_extensions import override
 
 from echelon.ground.sizes import render_bytes
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
-from echelon.learn.data.readers.record import (
-    MAX_RECORD_BYTES,
-    PIECE_BYTES,
-    Broken,
-    Record,
-    SourceFile,
-    parse_record,
-)
+from echelon.learn.data.readers.record import MAX_RECORD_BYTES, PIECE_BYTES, Broken, Record, SourceFile, parse_record
 from echelon.learn.data.readers.sequence import SequentialReader
 
 _SPACE = re.compile(r"[ \t\r\n]*")

@@ -8,7 +8,7 @@ sequences bounds[d] to bounds[d+1]. Modes of the sequences (int8 [S]) may follow
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
+from echelon.learn.data.readers.compressed import open_plain
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Reader,
@@ -75,7 +76,7 @@ class MegatronReader(Reader):
     def read(self, span: Span, reading: Reading) -> Iterator[Record]:
         """Raises DataError if the .bin cannot be opened."""
         index = load_index(span.file.path)
-        with _open_ids(span.file.path) as stream:
+        with open_plain(replace(span.file, path=span.file.path.with_suffix(".bin"))) as stream:
             for document in range(span.start, span.stop):
                 parts = []
                 for sequence in range(int(index.bounds[document]), int(index.bounds[document + 1])):
@@ -163,10 +164,3 @@ def _map(path: Path, dtype: str, offset: int, count: int) -> TokenIds:
     if not count:
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-
-
-def _open_ids(path: Path) -> Any:
-    try:
-        return path.with_suffix(".bin").open("rb")
-    except OSError as error:
-        raise DataError(f"{path.with_suffix('.bin')} cannot be read: {error.strerror}.") from error
