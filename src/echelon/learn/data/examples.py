@@ -1,4 +1,4 @@
-"""Parse the records of each instruction format, with one function per format.
+"""Parse the records of each instruction format.
 
 `recipe/data_formats.py` lists the fields of each format. The formats are interpreted as their origins do: Alpaca,
 ShareGPT as in LLaMA-Factory, OpenAI's chat API, and TRL for prompt-completion and preference records.

@@ -120,7 +120,6 @@ class Server:
         self._is_ending = is_ending
         self._last_step: int | None = None
         self._waits = config.max_staleness == 0
-        self._own = group.rank()
         sizes = [parameter.numel() for parameter in served.parameters.values()]
         self._code = PushCode(config.compress, sizes)
         self._size = sum(sizes)
@@ -139,10 +138,10 @@ class Server:
         self._served.applied.difference_update([applied for applied in self._served.applied if applied[0] < step])
         self._queue.clear()
         self._pulled.clear()
-        others = [worker for worker in range(self._group.size()) if worker != self._own]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"serve-{worker}", daemon=True)
-            for worker in others
+            for worker in range(self._group.size())
+            if worker != self._group.rank()
         ]
         for thread in self._threads:
             thread.start()

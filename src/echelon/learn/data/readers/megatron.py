@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from echelon.ground.errors import DataError
 from echelon.learn.data.readers.compressed import open_plain
+from echelon.learn.data.readers.ids import map_array
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Reader,
@@ -125,9 +126,9 @@ def load_index(path: Path) -> MegatronIndex:
         raise MegatronIndexError(f"has {size} bytes, too few for {num_sequences} sequences and {num_bounds} bounds")
     index = MegatronIndex(
         dtype,
-        lengths=_map(path, "<i4", starts[0], num_sequences),
-        offsets=_map(path, "<i8", starts[1], num_sequences),
-        bounds=_map(path, "<i8", starts[2], num_bounds),
+        lengths=map_array(path, np.dtype("<i4"), num_sequences, starts[0]),
+        offsets=map_array(path, np.dtype("<i8"), num_sequences, starts[1]),
+        bounds=map_array(path, np.dtype("<i8"), num_bounds, starts[2]),
     )
     _check_places(index, data_bytes)
     return index
@@ -158,9 +159,3 @@ def _check_places(index: MegatronIndex, data_bytes: int) -> None:
         raise MegatronIndexError(f"has sequences of {sizes.sum()} bytes together, and its .bin has {data_bytes}")
     if bounds[0] != 0 or bounds[-1] != num_sequences or (bounds[1:] < bounds[:-1]).any():
         raise MegatronIndexError("has document bounds that do not cover its sequences in order")
-
-
-def _map(path: Path, dtype: str, offset: int, count: int) -> TokenIds:
-    if not count:
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
