@@ -20,6 +20,10 @@ TARGETS_DTYPE = "uint8"
 LENGTHS_DTYPE = "uint32"
 RECORDS_DTYPE = "uint8"
 INDEX_DTYPE = "uint64"
+PART_DTYPES = {
+    "targets": TARGETS_DTYPE, "lengths": LENGTHS_DTYPE, "record_lengths": LENGTHS_DTYPE, "records": RECORDS_DTYPE
+}  # fmt: skip
+"""The dtypes of what samples have besides their tokens."""
 
 
 @dataclass(frozen=True)
@@ -150,32 +154,16 @@ class Manifest:
         """The shards of a stream in order."""
         return [shard for source in self.streams[stream] for shard in source.shards]
 
-    def targets(self, stream: str) -> list[ShardRecord]:
-        """The shards with the targets of a stream of samples, one value per token."""
-        return [shard for labelled in self._labelled(stream) for shard in labelled.targets]
-
-    def lengths(self, stream: str) -> list[ShardRecord]:
-        """The shards with the document lengths of a stream of samples."""
-        return [shard for labelled in self._labelled(stream) for shard in labelled.lengths]
-
-    def records(self, stream: str) -> list[ShardRecord]:
-        """The shards with the records of a stream of prompts."""
-        return [shard for labelled in self._labelled(stream) for shard in labelled.records]
-
-    def record_lengths(self, stream: str) -> list[ShardRecord]:
-        """The shards with the length of each record in bytes."""
-        return [shard for labelled in self._labelled(stream) for shard in labelled.record_lengths]
-
-    def _labelled(self, stream: str) -> Iterator[SampleRecord]:
-        return (source.labelled for source in self.streams[stream] if source.labelled)
+    def part(self, name: str, stream: str) -> list[ShardRecord]:
+        """The shards with one part of a stream of samples: a field of `SampleRecord` that is named in PART_DTYPES."""
+        labelled = [source.labelled for source in self.streams[stream] if source.labelled]
+        return [shard for record in labelled for shard in getattr(record, name)]
 
     def files(self) -> Iterator[tuple[str, ShardRecord]]:
         """Yield every shard with its dtype."""
         for stream in self.streams:
             yield from ((self.dtype, shard) for shard in self.shards(stream))
-            yield from ((TARGETS_DTYPE, shard) for shard in self.targets(stream))
-            yield from ((LENGTHS_DTYPE, shard) for shard in (*self.lengths(stream), *self.record_lengths(stream)))
-            yield from ((RECORDS_DTYPE, shard) for shard in self.records(stream))
+            yield from ((dtype, shard) for name, dtype in PART_DTYPES.items() for shard in self.part(name, stream))
         for packs in (split.packs for split in (*self.train, *self.validation)):
             if packs is not None:
                 yield from ((INDEX_DTYPE, shard) for shard in (*packs.stops, *packs.documents))
@@ -248,7 +236,7 @@ def _check_counts(manifest: Manifest) -> None:
     for name, sources in manifest.streams.items():
         if any((source.labelled is not None) != is_labelled for source in sources):
             raise ValueError("only some sources have samples")
-        if is_labelled and _count(manifest.targets(name)) != _count(manifest.shards(name)):
+        if is_labelled and _count(manifest.part("targets", name)) != _count(manifest.shards(name)):
             raise ValueError("the numbers of labels and tokens differ")
     for split in (*manifest.train, *manifest.validation):
         if not 0 <= split.start <= split.stop <= sum(source.size for source in manifest.streams[split.stream]):

@@ -58,7 +58,8 @@ def _list_source(stream: str, source: Source) -> CorpusEntry:
 
 def _is_same(one: SourceFile, other: SourceFile) -> bool:
     """Whether two files of equal size have the same text, in rows that both sources read."""
-    if not _share_rows(one, other):
+    (first, last), (start, stop) = (file.rows or (0, math.inf) for file in (one, other))
+    if first >= stop or start >= last:
         return False
     if one.path == other.path:
         return True
@@ -73,11 +74,6 @@ def _is_same(one: SourceFile, other: SourceFile) -> bool:
 
 def _beside(file: SourceFile, suffix: str | None) -> Path:
     return file.path if suffix is None else file.path.with_suffix(suffix)
-
-
-def _share_rows(one: SourceFile, other: SourceFile) -> bool:
-    (first, last), (start, stop) = (file.rows or (0, math.inf) for file in (one, other))
-    return first < stop and start < last
 
 
 def corpus_bytes(corpus: Iterable[CorpusEntry]) -> int:

@@ -6,7 +6,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 from echelon.ground.errors import DataError
 from echelon.ground.progress import Progress
@@ -88,7 +87,9 @@ class CorpusWriter:
                     progress.add(result.num_bytes)
                     if state.done_bytes - last_point >= POINT_BYTES:
                         last_point = state.done_bytes
-                        self._save_point()
+                        for sink in self._sinks.values():
+                            sink.sync()
+                        self._journal.save()
             self._finish_entries(None)
             progress.finish()
             return self._describe()
@@ -209,11 +210,6 @@ class CorpusWriter:
                 "have no target that fits; increase data.sequence_len or change data.train_on."
             )
 
-    def _save_point(self) -> None:
-        for sink in self._sinks.values():
-            sink.sync()
-        self._journal.save()
-
     def _describe(self) -> Manifest:
         records: dict[str, list[SourceRecord]] = {stream: [] for stream in STREAMS}
         for index, entry in enumerate(self._journal.state.entries):
@@ -228,9 +224,9 @@ class CorpusWriter:
         if options.samples is not None:
             _check_pairs(streams)
             splits = enumerate((*train, *validation))
-            packs = [self._pack(index, split, streams[split.stream]) for index, split in splits]
-            train = tuple(map(_with_packs, train, packs))
-            validation = tuple(map(_with_packs, validation, packs[len(train) :]))
+            packs = (self._pack(index, split, streams[split.stream]) for index, split in splits)
+            train = tuple(replace(split, packs=next(packs)) for split in train)
+            validation = tuple(replace(split, packs=next(packs)) for split in validation)
         return Manifest(
             format_version=FORMAT_VERSION,
             dtype=self._dtype,
@@ -294,10 +290,3 @@ def _check_pairs(streams: dict[str, tuple[SourceRecord, ...]]) -> None:
             f"{' and '.join(kinds.values())}: one has single texts, the other pairs of a chosen and a rejected text; "
             f"use separate recipes."
         )
-
-
-_AnySplit = TypeVar("_AnySplit", bound=Split)
-
-
-def _with_packs(split: _AnySplit, packs: PackRecord) -> _AnySplit:
-    return replace(split, packs=packs)

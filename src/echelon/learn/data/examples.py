@@ -1,4 +1,4 @@
-"""Parse the records of each instruction format, with one function per format.
+"""Parse the records of each instruction format.
 
 `recipe/data_formats.py` lists the fields of each format. The formats are interpreted as their origins do: Alpaca,
 ShareGPT as in LLaMA-Factory, OpenAI's chat API, and TRL for prompt-completion and preference records.
@@ -6,6 +6,7 @@ ShareGPT as in LLaMA-Factory, OpenAI's chat API, and TRL for prompt-completion a
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -51,12 +52,8 @@ def parse_example(record: Example, format: str | None = None) -> Parsed:
     return _PARSERS[format](record)
 
 
-def _parse_messages(record: Example) -> Conversation:
-    return _converse(record, _read_turns(record["messages"], "messages"))
-
-
-def _parse_sharegpt(record: Example) -> Conversation:
-    return _converse(record, _read_turns(record["conversations"], "conversations"))
+def _parse_turns(name: str, record: Example) -> Conversation:
+    return _converse(record, _read_turns(record[name], name))
 
 
 def _parse_alpaca(record: Example) -> Conversation:
@@ -271,8 +268,8 @@ def _parse_labelled(record: Example) -> Labelled:
 _PARSERS: dict[str, Callable[[Example], Parsed]] = {
     "unpaired_messages": _parse_unpaired_messages,
     "unpaired_preference": _parse_unpaired,
-    "messages": _parse_messages,
-    "sharegpt": _parse_sharegpt,
+    "messages": partial(_parse_turns, "messages"),
+    "sharegpt": partial(_parse_turns, "conversations"),
     "alpaca": _parse_alpaca,
     "prompt_completion": _parse_prompt_completion,
     "preference": _parse_preference,
@@ -331,7 +328,8 @@ def _read_turn(turn: Any, name: str) -> dict[str, Any]:
         raise BrokenRecordError(f"has a turn with role {role!r} in `{name}`; the roles are {', '.join(_ROLES)}")
     calls = turn.pop("tool_calls", [])
     if role == "function_call":
-        calls, content = _read_calls_of_text(content), ""
+        calls, content = _read_json(_text(content, role), role), ""  # of one call or several
+        calls = calls if isinstance(calls, list) else [calls]
     if content is None and not calls:
         raise BrokenRecordError(f"has a turn without text in `{name}`")
     read = {"role": _ROLES[role], "content": _read_content(content or "", name), **turn}
@@ -351,12 +349,6 @@ def _read_content(content: Any, name: str) -> str:
             raise BrokenRecordError(f"has a part of type {kind!r} in `{name}`; only text is supported")
         texts.append(_text(part.get("text"), name))
     return "".join(texts)
-
-
-def _read_calls_of_text(content: Any) -> list[Any]:
-    """Read ShareGPT's `function_call`: the JSON of one or several calls."""
-    calls = _read_json(_text(content, "function_call"), "function_call")
-    return calls if isinstance(calls, list) else [calls]
 
 
 def _read_call(call: Any) -> dict[str, Any]:

@@ -92,13 +92,9 @@ class InstructionEncoding:
         if isinstance(example, Labelled):
             return (self._encode_labelled(example),)
         if isinstance(example, Preference):
-            documents: tuple[EncodedDocument, ...] = (
-                self._encode_text(example.chosen),
-                self._encode_text(example.rejected),
-            )
+            documents: tuple[EncodedDocument, ...] = tuple(map(self._encode_text, (example.chosen, example.rejected)))
             if self.scores is not None:
-                labels = split_margin(example.margin)
-                pairs = zip(documents, labels, strict=True)
+                pairs = zip(documents, split_margin(example.margin), strict=True)
                 return tuple(label_document(document, label, self.scores) for document, label in pairs)
         elif isinstance(example, Judged):
             documents = (replace(self._encode_text(example.text), is_good=example.is_good),)
@@ -141,7 +137,8 @@ class InstructionEncoding:
             turns = (*self._missing_system(example.content), *example.content)
             text = self._need_template().prompt(turns, generate=False, tools=example.tools)
             ids, _ = self._tokenize(Rendered(text, []))
-        document = cut_document(EncodedDocument(ids, np.zeros(len(ids), dtype=bool)), self.scores)
+        kept = ids[: self.scores.max_tokens]
+        document = EncodedDocument(kept, np.zeros(len(kept), dtype=bool), lost_tokens=len(ids) - len(kept))
         return label_document(document, find_label(example.label, self.scores.labels), self.scores)
 
     def _missing_system(self, turns: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -295,13 +292,6 @@ def label_document(document: EncodedDocument, label: int, rule: ScoreRule) -> En
         raise BrokenRecordError("has a text without tokens, which has no score")
     ids = document.ids[: filled[-1] + 1]
     return replace(document, ids=ids, targets=np.zeros(len(ids), dtype=bool), label=label)
-
-
-def cut_document(document: EncodedDocument, rule: ScoreRule) -> EncodedDocument:
-    """Return the beginning of a text, before it has a label."""
-    lost = 0 if rule.max_tokens is None else max(0, len(document.ids) - rule.max_tokens)
-    kept = len(document.ids) - lost
-    return replace(document, ids=document.ids[:kept], targets=document.targets[:kept], lost_tokens=lost)
 
 
 def split_margin(margin: float) -> tuple[int, int]:

@@ -241,10 +241,7 @@ def check_template(encoding: InstructionEncoding, where: str) -> int:
     Returns the id of that token. Raises ConfigError with a message that starts with `where`.
     """
     assert encoding.template is not None
-    named = next(
-        (named_template for named_template in NAMED_TEMPLATES.values() if named_template.text == encoding.template),
-        None,
-    )
+    named = next((choice for choice in NAMED_TEMPLATES.values() if choice.text == encoding.template), None)
     if named is not None and (missing := [token for token in named.tokens if not _is_token(encoding, token)]):
         raise ConfigError(_explain_missing(where, missing))
     if "eos_token" in encoding.template and "eos_token" not in dict(encoding.special_tokens):

@@ -38,7 +38,7 @@ from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.limits import helper_ended
 from echelon.learn.data.preflight import build_instruction_encoding, check_stops_learned
 from echelon.learn.data.prepare_spec import PrepareSpec, prepare_spec
-from echelon.learn.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
+from echelon.learn.data.prepared import PreparedData, check_mask, open_prepared
 from echelon.learn.data.shared_folders import SharedFolders, is_given, open_given, save_settings
 from echelon.learn.data.sinks import has_progress
 from echelon.learn.data.split import describe_split, warn_of_small_sets
@@ -124,8 +124,7 @@ def prepare(
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is not a fraction; use 0 to 0.5.")
     if is_given(spec):
         complete = None if isinstance(spec.tokenizer, int) else _complete_tokenizer(spec, spec.tokenizer, tokenizer)
-        prepared = open_given(spec, complete, find_obstacle, verify=verify)
-        return _described(prepared, spec)
+        return _described(open_given(spec, complete, find_obstacle, verify=verify), spec)
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         logger.info(line)
@@ -146,7 +145,17 @@ def prepare(
 
 
 def _described(prepared: PreparedData, spec: PrepareSpec) -> PreparedData:
-    for line in _describe_prepared(prepared, prepared.path, spec.document_mask):
+    """Log the split, the packing and the size of the data, and return it."""
+    kept = "attends only to itself" if prepared.apart else "attends to earlier ones in its sequence"
+    documents = "documents: each is alone in its sequence"
+    if prepared.shares_sequences:
+        documents = f"documents: each {kept} (data.document_mask={str(spec.document_mask).lower()})"
+    held_out = sum(part.dataset.num_tokens for part in prepared.validation)
+    trained = f"{prepared.train.num_tokens:,} training tokens"
+    if prepared.streamed is not None:
+        trained = prepared.streamed.describe()
+    size = f"data: {trained}, {held_out:,} held out, in {prepared.path}"
+    for line in (*prepared.manifest.remarks, *describe_split(prepared.manifest), documents, size):
         logger.info(line)
     for line in warn_of_small_sets(prepared.manifest):
         logger.warning(line)
@@ -155,16 +164,13 @@ def _described(prepared: PreparedData, spec: PrepareSpec) -> PreparedData:
 
 def _check_places(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> None:
     """Raise ConfigError for addresses without `data.stream`, and for prompts with it."""
-    if spec.stream is not None:
-        for entry in corpus:
-            if any(file.fields.format == PROMPT_FORMAT for file in entry.files):
-                raise ConfigError(
-                    f"{entry.source}: data.stream does not go with prompts, whose records a reward reads at any time; "
-                    "remove data.stream, and copy them to this machine if they are at an address."
-                )
-        return
     for entry in corpus:
-        if is_address(entry.source.path):
+        if spec.stream is not None and any(file.fields.format == PROMPT_FORMAT for file in entry.files):
+            raise ConfigError(
+                f"{entry.source}: data.stream does not go with prompts, whose records a reward reads at any time; "
+                "remove data.stream, and copy them to this machine if they are at an address."
+            )
+        if spec.stream is None and is_address(entry.source.path):
             raise ConfigError(
                 f"{entry.source}: data at an address is read while the run trains; set data.stream, for example "
                 "data.stream={window: 8192}, or copy it to this machine and give the folder."
@@ -230,21 +236,6 @@ def _make_folder(
             f"the prepared data cannot be written to {folder}: {error.strerror or error}; free disk space or set "
             f"data.prepared_dir to another folder.{kept}"
         ) from error
-
-
-def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: DocumentMask) -> Iterator[str]:
-    """Yield log lines about the split, the packing and the size of the data."""
-    yield from (*prepared.manifest.remarks, *describe_split(prepared.manifest))
-    kept = "attends only to itself" if prepared.apart else "attends to earlier ones in its sequence"
-    if prepared.shares_sequences:
-        yield f"documents: each {kept} (data.document_mask={str(document_mask).lower()})"
-    else:
-        yield "documents: each is alone in its sequence"
-    held_out = sum(part.dataset.num_tokens for part in prepared.validation)
-    trained = f"{prepared.train.num_tokens:,} training tokens"
-    if prepared.streamed is not None:
-        trained = prepared.streamed.describe()
-    yield f"data: {trained}, {held_out:,} held out, in {folder}"
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:

@@ -67,15 +67,10 @@ class PreparedData:
     streamed: "StreamDataset | None" = None
     loaded: "PreTrainedTokenizerFast | None" = None
 
-    @property
-    def tokenizer_dir(self) -> Path:
-        """The folder of the tokenizer, as `save_pretrained` wrote it."""
-        return self.path / "tokenizer"
-
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The tokenizer, loaded on first access unless it is there already."""
-        return load_tokenizer(str(self.tokenizer_dir)) if self.loaded is None else self.loaded
+        return load_tokenizer(str(self.path / "tokenizer")) if self.loaded is None else self.loaded
 
     @property
     def padding(self) -> int | None:
@@ -225,11 +220,13 @@ class _Cutter:
         self._sequence_len = sequence_len
         self._apart = apart
         self._tokens = {name: TokenStore(path, manifest.shards(name), manifest.dtype) for name in manifest.streams}
-        self._targets = {name: TokenStore(path, manifest.targets(name), TARGETS_DTYPE) for name in manifest.streams}
+        self._targets = {
+            name: TokenStore(path, manifest.part("targets", name), TARGETS_DTYPE) for name in manifest.streams
+        }
         self._records = {
-            name: Records(path, shards, manifest.record_lengths(name))
+            name: Records(path, shards, manifest.part("record_lengths", name))
             for name in manifest.streams
-            if (shards := manifest.records(name))
+            if (shards := manifest.part("records", name))
         }
 
     def __call__(self, split: Split) -> Dataset:

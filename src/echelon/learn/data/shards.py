@@ -154,8 +154,7 @@ class ShardWriter:
     def _end_shard(self) -> None:
         if self._stream is None:
             return
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        self.sync()
         self._stream.close()
         num_bytes = self._tokens_in_shard * self._dtype.itemsize
         sha256, blocks = self._checksums.describe()

@@ -254,11 +254,6 @@ class WritingState:
     num_digests: int = 0
     copies: CopySample = field(default_factory=CopySample)
 
-    @property
-    def num_tasks(self) -> int:
-        """The finished tasks of all sources."""
-        return sum(entry.num_tasks for entry in self.entries)
-
 
 class WritingJournal:
     """Manages progress.json and the digests of a folder that is being written. A context manager."""
@@ -294,7 +289,7 @@ class WritingJournal:
     @property
     def is_resumed(self) -> bool:
         """Whether an earlier process finished some tasks."""
-        return self.state.num_tasks > 0
+        return any(entry.num_tasks for entry in self.state.entries)
 
     def add_document(self, digest: bytes) -> bool:
         """Record a document. Returns whether it is new."""

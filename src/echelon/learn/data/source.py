@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from typing_extensions import override
 
@@ -194,9 +193,10 @@ def _settle_objects(source: Source, files: list[SourceFile]) -> tuple[SourceFile
 
 
 def _list_saved(source: Source, path: Path) -> list[SourceFile]:
-    saved = list_saved_dataset(path, source.split, str(source))
-    files = [_describe(source, file.path, file.path.relative_to(path).as_posix(), "arrow", True) for file in saved]
-    return [replace(file, rows=saved_file.rows) for file, saved_file in zip(files, saved, strict=True)]
+    return [
+        replace(_describe(file.path, file.path.relative_to(path).as_posix(), "arrow", True), rows=file.rows)
+        for file in list_saved_dataset(path, source.split, str(source))
+    ]
 
 
 def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFile]:
@@ -205,7 +205,7 @@ def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFil
     if not path.is_file() and path.parent.is_dir() and is_megatron_index(path.with_name(path.name + ".idx")):
         path = path.with_name(path.name + ".idx")  # Megatron's tools name a dataset without suffixes
     if path.is_file():
-        return [_describe(source, path, path.name, _choose_format(source, path), True)]
+        return [_describe(path, path.name, _choose_format(source, path), True)]
     if path.is_dir():
         if not (files := list(_list_folder(source, path, left_out))):
             raise DataError(
@@ -224,8 +224,11 @@ def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFil
 def _list_stdlib(source: Source) -> list[SourceFile]:
     """List the source files of Python's standard library, without its tests."""
     walked = walk(Path(sysconfig.get_path("stdlib")), LeftOut(), partial(_unlistable, source))
-    files = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
-    return [_describe(source, path, name, "text", False) for path, name in files]
+    return [
+        _describe(path, name, "text", False)
+        for path, name in walked
+        if path.suffix == ".py" and TEST_FOLDERS.isdisjoint(Path(name).parts[:-1])
+    ]
 
 
 def _list_matches(source: Source, path: Path) -> list[SourceFile]:
@@ -241,7 +244,7 @@ def _list_matches(source: Source, path: Path) -> list[SourceFile]:
             "each is read once, or remove the links."
         )
     names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
-    files = [_describe(source, Path(name), name, _choose_format(source, Path(name)), False) for name in names]
+    files = [_describe(Path(name), name, _choose_format(source, Path(name)), False) for name in names]
     return list({file.path: file for file in files}.values())
 
 
@@ -289,7 +292,7 @@ def _list_folder(source: Source, folder: Path, left_out: LeftOut) -> Iterator[So
         if not _is_wanted(source.format, path, guessed):
             left_out.note("files of other formats", name)
             continue
-        file = _describe(source, path, name, _choose_format(source, path), False)
+        file = _describe(path, name, _choose_format(source, path), False)
         if source.format == "auto" and file.format == "csv" and not has_known_fields(source.fields, read_header(file)):
             file = replace(file, format="text")  # a table in a source tree, not one of documents
         yield file
@@ -318,11 +321,7 @@ def _unlistable(source: Source, error: OSError) -> DataError:
     )
 
 
-def _is_of_tests(name: str) -> bool:
-    return not TEST_FOLDERS.isdisjoint(Path(name).parts[:-1])
-
-
-def _describe(source: Source, path: Path, name: str, format: str, required: bool) -> SourceFile:
+def _describe(path: Path, name: str, format: str, required: bool) -> SourceFile:
     status = path.stat()
     size, mtime_ns = status.st_size, status.st_mtime_ns
     if format == "megatron":
@@ -344,32 +343,12 @@ def _check_not_empty(source: Source, files: list[SourceFile]) -> list[SourceFile
     return files
 
 
-class NamedFields(Protocol):
-    """What the recipe says of a source's records."""
-
-    @property
-    def key(self) -> str:
-        """The recipe key of the source, for messages."""
-
-    @property
-    def format(self) -> str:
-        """The format of its files or records; `auto` if they are recognised."""
-
-    @property
-    def fields(self) -> Mapping[str, str]:
-        """The names of the format's fields in the records."""
-
-    @property
-    def records(self) -> str | None:
-        """The format of records if nothing else is said; None: they are recognised by their fields."""
-
-
 def has_records(format: str) -> bool:
     """Whether files of a format contain records with named fields."""
     return format in FORMATS and FORMATS[format].has_records
 
 
-def settle_fields(source: NamedFields, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+def settle_fields(source: Source, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
     """Set the fields to read in the files of a source.
 
     Raises DataError if the recipe names fields of an instruction format and the first record has none of them.
@@ -388,7 +367,7 @@ def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool
     return not fields.isdisjoint(PLAIN_FIELDS) or recognise_format(fields) is not None
 
 
-def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields:
+def _choose_fields(source: Source, records: Sequence[SourceFile]) -> Fields:
     renames = tuple(sorted(source.fields.items()))
     is_plain = bool(renames) and all(name in PLAIN_FIELDS for name in source.fields)
     if source.format in RECORD_FORMATS and source.format != "tokens":
@@ -409,7 +388,7 @@ def _choose_fields(source: NamedFields, records: Sequence[SourceFile]) -> Fields
     return Fields(names=(("input_ids", "input_ids"),)) if source.format == "tokens" else EITHER_FIELD
 
 
-def _recognise(source: NamedFields, records: Sequence[SourceFile]) -> str | None:
+def _recognise(source: Source, records: Sequence[SourceFile]) -> str | None:
     """Recognise the format of the first record. If several match, the one whose fields the recipe names."""
     names = _own_names(source.fields, _first_names(records))
     if source.format == "tokens":
@@ -435,7 +414,7 @@ def _own_names(renames: Mapping[str, str], names: Collection[str]) -> set[str]:
     return renamed | (set(names) - set(renames) - set(renames.values()))
 
 
-def _find_arrays(source: NamedFields, files: Sequence[SourceFile]) -> Sequence[SourceFile]:
+def _find_arrays(source: Source, files: Sequence[SourceFile]) -> Sequence[SourceFile]:
     """Treat .json files as arrays of records if all files of the source contain records, else as plain text."""
     is_json = [file.format == "text" and ".json" in file.path.suffixes[-2:] for file in files]
     pairs = list(zip(files, is_json, strict=True))

@@ -1,5 +1,6 @@
 """A summary of prepared data: of each source, counts, lengths and epochs; the first sequences as a model sees them."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -94,14 +95,9 @@ def bucket_lengths(lengths: npt.NDArray[np.int64], num_buckets: int = 8) -> list
 
 def first_documents(prepared: PreparedData, order: DataOrder, count: int) -> Iterator[FedDocument]:
     """Yield the first `count` documents of a run in its order; for plain text, the first sequences."""
-    position, shown = 0, 0
-    while shown < count:
-        sequence = int(order.sample_ids(position, position + 1)[0])
-        for document in _split(sequence, prepared.train.read_samples(np.array([sequence]))):
-            if shown < count:
-                yield document
-            shown += 1
-        position += 1
+    sequences = (int(order.sample_ids(position, position + 1)[0]) for position in itertools.count())
+    documents = (_split(sequence, prepared.train.read_samples(np.array([sequence]))) for sequence in sequences)
+    return itertools.islice(itertools.chain.from_iterable(documents), count)
 
 
 def _split(sequence: int, samples: Samples) -> Iterator[FedDocument]:

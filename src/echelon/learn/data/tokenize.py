@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from echelon.ground.errors import ConfigError, DataError, EchelonError, is_panic
 from echelon.ground.variables import use_one_tokenizer_thread
 from echelon.learn.data.child_process import ChildProcess, stops_held_back
-from echelon.learn.data.conversation import Parsed
 from echelon.learn.data.instruction import InstructionEncoding
 from echelon.learn.data.limits import be_spare, find_excess, refuse_template
 from echelon.learn.data.readers import cut_file, name_place, read_records
@@ -201,14 +200,11 @@ class TaskEncoder:
             digest=digest,
         )
 
-    def _parse(self, example: Mapping[str, Any]) -> Parsed:
-        assert self._encoding.instruction is not None
-        return self._encoding.instruction.parse(example)
-
     def _make_sample(self, record: Record, example: Mapping[str, Any], file: SourceFile) -> Piece:
         """Encode an example as one piece. Raises BrokenRecordError."""
-        assert self._encoding.instruction is not None
-        documents = self._encoding.instruction.encode(example)
+        instruction = self._encoding.instruction
+        assert instruction is not None
+        documents = instruction.encode(example)
         ids = np.concatenate([document.ids for document in documents])
         if ids.size:
             self._check(ids, file)
@@ -223,7 +219,7 @@ class TaskEncoder:
             lengths=tuple(document.stored_ids.size for document in documents),
             record=serialize_example(example[WHOLE_RECORD]) if WHOLE_RECORD in example else None,
             lost_tokens=sum(document.lost_tokens for document in documents),
-            oddities=tuple(Broken(file, record.position, what) for what in find_oddities(self._parse(example))),
+            oddities=tuple(Broken(file, record.position, what) for what in find_oddities(instruction.parse(example))),
         )
 
     def _check(self, ids: Content, file: SourceFile) -> Tokens:
@@ -309,12 +305,12 @@ def _share_out(
         yield early.pop(expected)
 
 
-class _Worker:
+class _Worker(ChildProcess):
     """A process that tokenizes one task at a time. The parent knows which task it is running."""
 
     def __init__(self, encoding: Encoding) -> None:
-        self._process, self._encoding = ChildProcess(_serve, encoding), encoding
-        self.connection = self._process.connection
+        super().__init__(serve_requests, encoding, TaskEncoder.run)
+        self._encoding = encoding
         self._index = 0
         self._task: Task | None = None
 
@@ -337,13 +333,9 @@ class _Worker:
         assert self._task is not None
         return self._index, self._task, result
 
-    def stop(self) -> None:
-        """Kill the process."""
-        self._process.stop()
-
     def _describe_death(self) -> EchelonError:
         assert self._task is not None
-        code, spans = self._process.wait_for_exit(), self._task.spans
+        code, spans = self.wait_for_exit(), self._task.spans
         others = f" or a file read with it, up to {spans[-1].file.path}" if len(spans) > 1 else ""
         return explain_death(code, self._encoding, f"{spans[0].file.path}{others}")
 
@@ -356,10 +348,6 @@ def explain_death(code: int | None, encoding: Encoding, place: str) -> EchelonEr
         f"a tokenizing process died (exit code {code}) at {place}; if it ran out of memory, lower data.prepare_workers "
         "and run again."
     )
-
-
-def _serve(connection: Connection, encoding: Encoding) -> None:
-    serve_requests(connection, encoding, TaskEncoder.run)
 
 
 def serve_requests(connection: Connection, encoding: Encoding, run: Callable[[TaskEncoder, Any], object]) -> None:

@@ -83,8 +83,7 @@ class Optimizer:
             if preconditioner is not None:
                 preconditioner.precondition([slot.gradient() for slot in slots], commit)
             if self._compiled is not None:
-                arguments = (rate, group.weight_decay, commit, self._seed, step)
-                slots = self._compiled.step(group.rule, slots, *arguments)
+                slots = self._compiled.step(group.rule, slots, rate, group.weight_decay, commit, self._seed, step)
             direct = [slot.open() for slot in slots if slot.is_direct]
             group.rule.update(direct, rate, group.weight_decay, commit)
             for slot in slots:  # one at a time, so that the copies of one parameter are there at once

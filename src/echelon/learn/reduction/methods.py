@@ -6,7 +6,6 @@ sum. The others send a part, and add what they left out to the tensors of the ne
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,6 @@ class Code:
     multiple: int = 1
 
 
-def _encode_as(dtype: torch.dtype, values: Tensor) -> Tensor:
-    return values.to(dtype).view(torch.uint8)
-
-
-def _decode_as(dtype: torch.dtype, sent: Tensor) -> Tensor:
-    return sent.view(dtype).float()
-
-
 def _encode_blocks(values: Tensor) -> Tensor:
     """Round to 8 bits, relative to the largest value of each block of 256; a block's scale follows its codes."""
     blocks = values.view(-1, _BLOCK)
@@ -56,7 +47,7 @@ def _decode_blocks(sent: Tensor) -> Tensor:
 
 
 def _code_as(dtype: torch.dtype) -> Code:
-    return Code(partial(_encode_as, dtype), partial(_decode_as, dtype))
+    return Code(lambda values: values.to(dtype).view(torch.uint8), lambda sent: sent.view(dtype).float())
 
 
 WHOLE = _code_as(torch.float32)
@@ -109,7 +100,6 @@ class PowerSGD(Feedback):
     def __init__(self, trained: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup, seed: int) -> None:
         matrices = {name: tensor for name, tensor in trained.items() if _is_thinner(tensor, rank)}
         super().__init__(matrices, group)
-        self._group = group
         self._right = {name: _random_matrix(tensor, rank, seed, name) for name, tensor in matrices.items()}
 
     @override
@@ -166,7 +156,6 @@ class TopK(Feedback):
     def __init__(self, trained: Mapping[str, Tensor], fraction: float, group: dist.ProcessGroup) -> None:
         super().__init__(trained, group)
         self._fraction = fraction
-        self._group = group
 
     @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:
@@ -202,7 +191,6 @@ class RandomK(Feedback):
     def __init__(self, trained: Mapping[str, Tensor], fraction: float, group: dist.ProcessGroup, seed: int) -> None:
         super().__init__(trained, group)
         self._fraction = fraction
-        self._group = group
         self._seed = seed
 
     @override
@@ -237,10 +225,6 @@ class Signs(Feedback):
 
     Each rank sends every other rank one bit for each value, and 4 bytes for each block.
     """
-
-    def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        super().__init__(trained, group)
-        self._group = group
 
     @override
     def reduce(self, step: int, tensors: Mapping[str, Tensor]) -> None:

@@ -41,7 +41,7 @@ class Feedback(Reducer):
 
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """`trained`: the tensors that will be summed over `group`, by name."""
-        self._rank = dist.get_rank(group)
+        self._group, self._rank = group, dist.get_rank(group)
         self._residuals = {name: _zeros_like(tensor) for name, tensor in trained.items()}
         self._updates: dict[int, tuple[Tensor, Tensor]] = {}
 

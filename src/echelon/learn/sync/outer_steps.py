@@ -73,8 +73,7 @@ class OuterSteps(EveryStep):
                 return True
             self._sum(step, gradients)
             self._apply_outer(gradients)
-            for name, weight in self._replica.weights().items():
-                weight.copy_(self._agreed[name])
+            _copy(self._replica.weights(), self._agreed)
         return True
 
     def _find_outer_gradients(self) -> dict[str, Tensor]:
@@ -97,8 +96,7 @@ class OuterSteps(EveryStep):
     @torch.no_grad()
     def _send_late(self, step: int, gradients: Mapping[str, Tensor]) -> None:
         self._sum(step, gradients)
-        for name, gradient in gradients.items():
-            self._late[name].copy_(gradient)
+        _copy(self._late, gradients)
 
     def _wait(self) -> None:
         """Wait until the sum of outer gradients is there, if it is on its way."""

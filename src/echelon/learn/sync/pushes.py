@@ -39,16 +39,6 @@ class Kind(IntEnum):
     UPDATE = 4
     """Numbers: share, learning rate. With gradients, which are applied at once. The reply is one number."""
 
-    @property
-    def has_values(self) -> bool:
-        """Whether a request has gradients."""
-        return self in (Kind.PUSH, Kind.UPDATE)
-
-    @property
-    def gets_weights(self) -> bool:
-        """Whether the reply is the weights; else one number."""
-        return self in (Kind.DRAIN, Kind.PULL)
-
 
 class Taken(IntEnum):
     """Replies to TAKE that are no share."""
@@ -82,7 +72,7 @@ def receive(worker: int, size: int, group: dist.ProcessGroup) -> Request:
     _take(head, worker, group, _REQUEST)
     number, step, *numbers = head.tolist()
     kind, values = Kind(int(number)), None
-    if kind.has_values:
+    if kind in (Kind.PUSH, Kind.UPDATE):
         values = torch.empty(size, dtype=torch.uint8)
         _take(values, worker, group, _REQUEST)
     return Request(kind, int(step), numbers, values)
@@ -95,7 +85,7 @@ def reply(values: Tensor, worker: int, group: dist.ProcessGroup) -> None:
 
 def await_reply(request: Request, server: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """Wait for the reply of a server. `size`: the number of its weights."""
-    values = torch.empty(size if request.kind.gets_weights else 1)
+    values = torch.empty(size if request.kind in (Kind.DRAIN, Kind.PULL) else 1)
     _take(values, server, group, _REPLY)
     return values
 

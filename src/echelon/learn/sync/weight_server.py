@@ -39,22 +39,18 @@ class ShareQueue:
         self._entered: dict[int, int] = {}
         self._started: set[int] = set()
         self._num_taken: dict[int, int] = {}
-        self._newest = 0
+        self.newest = 0
+        """The latest step that a worker has entered since `clear`."""
 
     def enter(self, worker: int, step: int) -> None:
         """Note that a worker asks for shares of a step: it has none of an earlier step any more."""
         self._first = step if self._first is None else self._first
         self._entered[worker] = step
-        self._newest = max(self._newest, step)
+        self.newest = max(self.newest, step)
 
     def leave(self, worker: int) -> None:
         """Note that a worker asks for no more shares before `clear`, so nobody waits for it."""
         self._entered[worker] = 2**62
-
-    @property
-    def newest(self) -> int:
-        """The latest step that a worker has entered since `clear`."""
-        return self._newest
 
     def is_open(self, step: int) -> bool:
         """Whether shares of a step may be handed out."""
@@ -124,7 +120,6 @@ class Server:
         self._is_ending = is_ending
         self._last_step: int | None = None
         self._waits = config.max_staleness == 0
-        self._own = group.rank()
         sizes = [parameter.numel() for parameter in served.parameters.values()]
         self._code = PushCode(config.compress, sizes)
         self._size = sum(sizes)
@@ -143,10 +138,10 @@ class Server:
         self._served.applied.difference_update([applied for applied in self._served.applied if applied[0] < step])
         self._queue.clear()
         self._pulled.clear()
-        others = [worker for worker in range(self._group.size()) if worker != self._own]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"serve-{worker}", daemon=True)
-            for worker in others
+            for worker in range(self._group.size())
+            if worker != self._group.rank()
         ]
         for thread in self._threads:
             thread.start()

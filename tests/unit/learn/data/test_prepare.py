@@ -83,7 +83,7 @@ def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path, caplog):
 def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):
     write_documents(tmp_path / "text", 4)
     prepared = prepare(build_spec(tmp_path, tmp_path / "text", tokenizer=300, validation_fraction=0.0))
-    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.path / "tokenizer")
     expected = []
     for path in sorted((tmp_path / "text").iterdir()):
         expected += [*tokenizer(path.read_text())["input_ids"], tokenizer.eos_token_id]

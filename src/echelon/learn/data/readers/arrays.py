@@ -13,14 +13,7 @@ from typing_extensions import override
 
 from echelon.ground.sizes import render_bytes
 from echelon.learn.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
-from echelon.learn.data.readers.record import (
-    MAX_RECORD_BYTES,
-    PIECE_BYTES,
-    Broken,
-    BrokenRecordError,
-    Record,
-    SourceFile,
-)
+from echelon.learn.data.readers.record import MAX_RECORD_BYTES, PIECE_BYTES, Broken, Record, SourceFile, parse_record
 from echelon.learn.data.readers.sequence import SequentialReader
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -36,7 +29,7 @@ class ArrayReader(SequentialReader):
         with open_decompressed(file) as stream:
             try:
                 for number, value in enumerate(_elements(stream), 1):
-                    if (record := _parse(file, value, number - 1)) is not None:
+                    if (record := parse_record(file, number - 1, value)) is not None:
                         yield stream.consumed, record
             except (DamagedStreamError, ValueError, RecursionError) as error:
                 yield file.size, Broken(file, number, f"cannot be read, nor can the rest of the file ({error})")
@@ -115,11 +108,3 @@ class _Text:
         self._ended = not data
         self._held = self._held[self._place :] + self._decoder.decode(data, final=self._ended)
         self._place = 0
-
-
-def _parse(file: SourceFile, value: Any, number: int) -> Record | Broken | None:
-    try:
-        content = file.fields.pick(value)
-    except BrokenRecordError as error:
-        return Broken(file, number, str(error))
-    return Record(content, position=number) if len(content) else None

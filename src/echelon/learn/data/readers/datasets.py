@@ -16,7 +16,7 @@ from echelon.ground.errors import ConfigError, DataError, EchelonError
 from echelon.ground.extras import missing_package
 from echelon.ground.stored import read_as
 from echelon.learn.data.readers.columns import ArrowReader, damages, drop_nulls
-from echelon.learn.data.readers.record import EITHER_FIELD, Broken, BrokenRecordError, Record, SourceFile, content_bytes
+from echelon.learn.data.readers.record import EITHER_FIELD, Broken, Record, SourceFile, content_bytes, parse_record
 from echelon.learn.data.readers.sequence import SequentialReader
 from echelon.learn.model.hub import dataset_name, find_dataset_commit
 
@@ -141,7 +141,8 @@ class HubReader(SequentialReader):
             if file.rows is not None:
                 stream = stream.skip(first).take(file.rows[1] - first)
             for number, record in enumerate(stream, first):
-                if (parsed := parse_record(file, number, record)) is not None:
+                value = record if file.fields.format is None else drop_nulls(record)
+                if (parsed := parse_record(file, number, value)) is not None:
                     used += content_bytes(parsed.content) if isinstance(parsed, Record) else 0
                     yield used, parsed
         except ConfigError:
@@ -163,7 +164,8 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     revision, size, newest = None, 0, 0
     if folder.is_dir():
         name = str(folder.resolve())
-        size, newest = _measure_folder(folder)
+        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        size, newest = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
     else:
         name, _, commit = name.partition("@")
         revision = commit or find_dataset_commit(name, where)
@@ -203,12 +205,6 @@ def find_hub_files(name: str, split: str | None, where: str) -> tuple[str, list[
     return f"hf://datasets/{dataset_name(name)}@{revision}", splits[chosen]
 
 
-def _measure_folder(folder: Path) -> tuple[int, int]:
-    """Return the total size of a folder's files in bytes, and the newest modification time in nanoseconds."""
-    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
-
-
 def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple[str, tuple[int, int] | None]]:
     """Resolve a slice of a streamed dataset to the records of each split. Raises ConfigError."""
     num_rows = {key: info.num_examples if info and info.num_examples else 0 for key, info in infos.items()}
@@ -223,7 +219,8 @@ def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple
 def _open(name: str, revision: str | None) -> Any:
     """Open a dataset, by name. No record is read yet. Raises ValueError if it names files that are not its own."""
     folder = Path(name) if Path(name).is_dir() else None
-    builder = _import_datasets().load_dataset_builder(*([name] if folder else _loaded_name(name)), revision=revision)
+    names = [name] if folder else [dataset_name(name), *name.split("/")[2:]]
+    builder = _import_datasets().load_dataset_builder(*names, revision=revision)
     for files in (builder.config.data_files or {}).values():
         for file in files:
             if not _is_own(str(file).rpartition("::")[2], folder):
@@ -252,20 +249,6 @@ def _faults_told(where: str) -> Iterator[None]:
             f"{where} with format: hub cannot be read ({_one_line(error)}); check the name, and the files of the "
             "dataset."
         ) from error
-
-
-def _loaded_name(name: str) -> list[str]:
-    """The arguments of `load_dataset` for ORG/NAME or ORG/NAME/CONFIG."""
-    return [dataset_name(name), *name.split("/")[2:]]
-
-
-def parse_record(file: SourceFile, number: int, record: Any) -> Record | Broken | None:
-    """Return the document of a record; None if it has no text."""
-    try:
-        content = file.fields.pick(drop_nulls(record) if file.fields.format is not None else record)
-    except BrokenRecordError as error:
-        return Broken(file, number, str(error))
-    return Record(content, position=number) if len(content) else None
 
 
 def _one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ document, so no separator is added at their ends.
 from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,10 @@ class NanogptReader(IdsReader):
                 )
             if file.size != len(head) + num_ids * dtype.itemsize:
                 raise IdsFileError(f"has {file.size} bytes, which does not match the {num_ids} ids in its header")
-            return _map(file, dtype, num_ids, len(head))
+            return map_array(file.path, dtype, num_ids, len(head))
         if file.size % 2:
             raise IdsFileError(f"has {file.size} bytes, which is not a whole number of uint16 ids")
-        return _map(file, np.dtype("<u2"), file.size // 2, 0)
+        return map_array(file.path, np.dtype("<u2"), file.size // 2, 0)
 
 
 class NumpyReader(IdsReader):
@@ -121,10 +122,9 @@ class NumpyReader(IdsReader):
         return ids
 
 
-def _map(file: SourceFile, dtype: np.dtype[Any], num_ids: int, offset: int) -> TokenIds:
-    if not num_ids:
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(file.path, dtype=dtype, mode="r", offset=offset, shape=(num_ids,))
+def map_array(path: Path, dtype: np.dtype[Any], count: int, offset: int) -> TokenIds:
+    """Memory-map `count` integers of a file `[count]`, from a byte offset on."""
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
 
 def _read_stream(ids: TokenIds, start: int, stop: int, reading: Reading) -> Iterator[Record]:

@@ -8,7 +8,7 @@ sequences bounds[d] to bounds[d+1]. Modes of the sequences (int8 [S]) may follow
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 from typing_extensions import override
 
 from echelon.ground.errors import DataError
+from echelon.learn.data.readers.compressed import open_plain
+from echelon.learn.data.readers.ids import map_array
 from echelon.learn.data.readers.record import (
     PIECE_BYTES,
     Reader,
@@ -75,7 +77,7 @@ class MegatronReader(Reader):
     def read(self, span: Span, reading: Reading) -> Iterator[Record]:
         """Raises DataError if the .bin cannot be opened."""
         index = load_index(span.file.path)
-        with _open_ids(span.file.path) as stream:
+        with open_plain(replace(span.file, path=span.file.path.with_suffix(".bin"))) as stream:
             for document in range(span.start, span.stop):
                 parts = []
                 for sequence in range(int(index.bounds[document]), int(index.bounds[document + 1])):
@@ -124,9 +126,9 @@ def load_index(path: Path) -> MegatronIndex:
         raise MegatronIndexError(f"has {size} bytes, too few for {num_sequences} sequences and {num_bounds} bounds")
     index = MegatronIndex(
         dtype,
-        lengths=_map(path, "<i4", starts[0], num_sequences),
-        offsets=_map(path, "<i8", starts[1], num_sequences),
-        bounds=_map(path, "<i8", starts[2], num_bounds),
+        lengths=map_array(path, np.dtype("<i4"), num_sequences, starts[0]),
+        offsets=map_array(path, np.dtype("<i8"), num_sequences, starts[1]),
+        bounds=map_array(path, np.dtype("<i8"), num_bounds, starts[2]),
     )
     _check_places(index, data_bytes)
     return index
@@ -157,16 +159,3 @@ def _check_places(index: MegatronIndex, data_bytes: int) -> None:
         raise MegatronIndexError(f"has sequences of {sizes.sum()} bytes together, and its .bin has {data_bytes}")
     if bounds[0] != 0 or bounds[-1] != num_sequences or (bounds[1:] < bounds[:-1]).any():
         raise MegatronIndexError("has document bounds that do not cover its sequences in order")
-
-
-def _map(path: Path, dtype: str, offset: int, count: int) -> TokenIds:
-    if not count:
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-
-
-def _open_ids(path: Path) -> Any:
-    try:
-        return path.with_suffix(".bin").open("rb")
-    except OSError as error:
-        raise DataError(f"{path.with_suffix('.bin')} cannot be read: {error.strerror}.") from error

@@ -276,6 +276,15 @@ class Reader(ABC):
         return min(count, limit)
 
 
+def parse_record(file: SourceFile, position: int, value: Any) -> Record | Broken | None:
+    """Return the document of a record at a position of a file; None if it has no text."""
+    try:
+        content = file.fields.pick(value)
+    except BrokenRecordError as error:
+        return Broken(file, position, str(error))
+    return Record(content, position=position) if len(content) else None
+
+
 def read_span(reader: Reader, span: Span, reading: Reading) -> Iterator[Record | Broken]:
     """Return the records that a span carries, or read them."""
     return iter(span.records) if span.records is not None else reader.read(span, reading)

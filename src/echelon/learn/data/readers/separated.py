@@ -23,6 +23,7 @@ from echelon.learn.data.readers.record import (
     Record,
     SourceFile,
     encode_text,
+    parse_record,
 )
 from echelon.learn.data.readers.sequence import SequentialReader
 from echelon.recipe.data_formats import describe_formats
@@ -134,13 +135,13 @@ def _parse(file: SourceFile, row: list[str], line: int, columns: dict[str, int])
     for name, column in columns.items():
         if len(row) <= column:
             return Broken(file, line, f"has only {len(row)} columns; `{name}` is column {column + 1}")
+    values = {name: row[column] for name, column in columns.items()}
     try:
-        for name, column in columns.items():
-            encode_text(row[column], name)
-        content = file.fields.pick({name: row[column] for name, column in columns.items()})
+        for name, value in values.items():
+            encode_text(value, name)
     except BrokenRecordError as error:
         return Broken(file, line, str(error))
-    return Record(content, position=line) if len(content) else None
+    return parse_record(file, line, values)
 
 
 def _read_lines(stream: Decompressed) -> Iterator[str]:

@@ -233,9 +233,7 @@ class ChunkKeeper:
 
     def _bring(self, index: int, folder: Path) -> ShardRecord | None:
         """Download a chunk that another machine has prepared; None if there is none that can be used."""
-        if self._remote is None:
-            return None
-        if (record := self._find_shared(index)) is None:
+        if self._remote is None or (record := self._find_shared(index)) is None:
             return None
         try:
             files = {record.file: {"bytes": record.bytes, "sha256": record.sha256}}
