@@ -3,30 +3,32 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.traffic import count_traffic, stop_counting
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.sharding import local_part
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe.load import load_recipe
 from tests.cases import slow
-from tests.families import small_config
+from tests.families import microbatch_of, small_config
 from tests.parity.packed import PackedPool
 from tests.parity.test_parity import check
-from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks, write_recipe
+from tests.parity.training import (
+    Row,
+    bounds,
+    build_engine,
+    check_exact_resume,
+    difference,
+    hashes,
+    train,
+    with_ranks,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -212,13 +214,8 @@ WIDTH, SEQUENCES = 16, 2
 
 def count_context(rank, world_size, path, plan):
     """The collectives of a step on this rank, the shapes of its hidden states, and its parameter elements."""
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(
-        EngineSpec(recipe, load_config(small_config("llama")), plan, meshes, torch.device("cpu"))
-    )
-    tokens, ids = torch.zeros(SEQUENCES, WIDTH, dtype=torch.int64), np.arange(SEQUENCES)
-    microbatch = Microbatch(tokens, tokens, ids, ids).cut(meshes.sequence_part)
+    engine, meshes = build_engine(path, small_config("llama"), plan)
+    microbatch = microbatch_of(torch.zeros(SEQUENCES, WIDTH, dtype=torch.int64)).cut(meshes.sequence_part)
     engine.rehearse(microbatch, 1, CausalLM())
     shapes = set()
     for layer in find_layers(engine.decoder):

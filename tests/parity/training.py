@@ -21,9 +21,11 @@ from echelon.learn.data.mixture import build_order
 from echelon.learn.data.order import DataOrder, SampleOrder
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.shards import NO_LABEL, Samples
-from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.mesh import Meshes, build_mesh
 from echelon.learn.distributed.runtime import Runtime
-from echelon.learn.engines.engine import Targets
+from echelon.learn.engines.engine import EngineSpec, Targets
+from echelon.learn.engines.native_build import build_native_engine
+from echelon.learn.model.build import load_config
 from echelon.learn.model.context_attention import divided_inputs
 from echelon.learn.model.router import RouterLoss
 from echelon.learn.objectives import outputs
@@ -237,6 +239,14 @@ def with_uneven_targets(feed: Any, recipe: Any, is_wrong: bool = False) -> Feed:
     if is_wrong:
         order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
     return Feed(partial(BatchLoader, masked, order, recipe.batches), feed.place)
+
+
+def build_engine(path: str, config: Any, plan: ParallelPlan, backend: Any = "inductor") -> tuple[Any, Meshes]:
+    """This rank's part of the engine of a recipe's file, for a model's config or folder; and the meshes of the plan."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    spec = EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu"), backend)
+    return build_native_engine(spec), meshes
 
 
 @contextmanager
