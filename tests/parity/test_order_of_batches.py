@@ -42,9 +42,7 @@ def uninterrupted(workers, text, tmp_path_factory, mixture):
 @pytest.mark.parametrize(("parallel", "ranks", "micro"), [("ddp", 2, 2), slow("zero1", 4, 1)])
 def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupted, parallel, ranks, micro):
     rows = training.train(workers, training.Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
-    losses, norms = training.difference(rows, uninterrupted[0])
-    assert losses <= 2e-5 and norms <= 1e-4
-    assert training.hashes(rows) == training.hashes(uninterrupted[0])
+    training.assert_same_curve(rows, uninterrupted[0])
 
 
 def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupted):
@@ -85,9 +83,7 @@ def test_a_resume_on_other_ranks_is_the_same_curve(workers, text, tmp_path, mixt
     training.train(workers, replace(one, ranks=4, micro_batch=1), tmp_path, text, STEPS, stop_at=3)
     training.train(workers, one, tmp_path, text, STEPS, stop_at=6)
     rows = training.train(workers, replace(one, parallel="fsdp", ranks=2, micro_batch=1), tmp_path, text, STEPS)
-    losses, norms = training.difference(rows, uninterrupted[0])
-    assert losses <= 2e-5 and norms <= 1e-4
-    assert training.hashes(rows) == training.hashes(uninterrupted[0])
+    training.assert_same_curve(rows, uninterrupted[0])
 
 
 def test_other_weights_are_another_order(workers, text, tmp_path, mixture, uninterrupted):

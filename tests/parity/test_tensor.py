@@ -25,10 +25,11 @@ from tests.parity.training import (
     LOSS,
     NORM,
     Row,
+    assert_same_curve,
+    bounds,
     build_engine,
     check_exact_resume,
     difference,
-    hashes,
     train,
     write_recipe,
 )
@@ -117,13 +118,6 @@ def test_norms_of_heads_whose_gradients_are_not_added_up_turn_a_row_red(workers,
     assert [losses > LOSS or norms > NORM for losses, norms in found] == [False, True], found
 
 
-@pytest.mark.slow
-def test_a_rank_counted_twice_turns_the_batch_hash_red(workers, references, text, tmp_path):
-    row = Row(TP2, ranks=2)
-    rows = train(workers, row, tmp_path, text, mutation="peer counted twice")
-    assert all(ours != right for ours, right in zip(hashes(rows), hashes(references(row.reference())), strict=True))
-
-
 FIRST_AND_SECOND = [
     (Row(SP2, ranks=2, tied=True), Row(tied=True)),
     (Row({**TP2, "dp_shard": 2}, ranks=4, micro_batch=2, tied=True), Row("fsdp", ranks=4, micro_batch=2, tied=True)),
@@ -134,12 +128,13 @@ FIRST_AND_SECOND = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), FIRST_AND_SECOND, ids=str)
 def test_a_checkpoint_loads_with_and_without_it(workers, references, text, tmp_path, first, second):
-    expected = references(first.reference())
-    train(workers, first, tmp_path, text, stop_at=2)
-    rows = train(workers, second, tmp_path, text)
-    losses, norms = difference(rows, expected)
-    assert losses <= LOSS and norms <= NORM
-    assert hashes(rows) == hashes(expected)
+    check_second_half(workers, references, text, tmp_path, first, second)
+
+
+def check_second_half(workers, references, text, folder, first, second):
+    """Two steps of one plan and two of another are those of one process."""
+    train(workers, first, folder, text, stop_at=2)
+    assert_same_curve(train(workers, second, folder, text), references(second.reference()), bounds(second))
 
 
 @pytest.mark.slow
