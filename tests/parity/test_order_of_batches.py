@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -65,17 +66,7 @@ def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupt
 
 def test_a_resume_in_the_middle_is_exact(workers, text, tmp_path, mixture):
     row = training.with_ranks(training.Row("ddp", changes=mixture), 2, micro_batch=2)
-    straight = training.train(workers, row, tmp_path / "straight", text, STEPS)
-    training.train(workers, row, tmp_path / "resumed", text, STEPS, stop_at=4)
-    resumed = training.train(workers, row, tmp_path / "resumed", text, STEPS)
-    ours, theirs = (
-        [tuple(each[key] for key in training.EXACT) for each in rows if each["kind"] == "train"]
-        for rows in (resumed, straight)
-    )
-    assert ours == theirs
-    assert training.equal_tensors(
-        *(training.tensors_of(tmp_path / name / "run", STEPS) for name in ("straight", "resumed"))
-    )
+    training.check_exact_resume(partial(training.train, workers, row), tmp_path, text, STEPS, stop_at=4)
 
 
 def test_a_resume_on_other_ranks_is_the_same_curve(workers, text, tmp_path, mixture, uninterrupted):

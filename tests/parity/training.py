@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from echelon.ground.errors import TrainingError
 from echelon.ground.stored import write_json
 from echelon.learn.data.feed import Feed
 from echelon.learn.data.loader import BatchLoader
@@ -249,6 +250,15 @@ def build_engine(path: str, config: Any, plan: ParallelPlan, backend: Any = "ind
     return build_native_engine(spec), meshes
 
 
+def raised_in_training(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None) -> str | None:
+    """The message of the error that `train_rank` raises."""
+    try:
+        train_rank(rank, world_size, path, plan, stop_at, "")
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
 @contextmanager
 def masked_trainer(
     rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "", backend: str = "aot_eager"
@@ -476,15 +486,16 @@ def equal_tensors(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def check_exact_resume(
-    train_into: Callable[..., list[dict[str, Any]]], folder: Path, text: Path, steps: int
+    train_into: Callable[..., list[dict[str, Any]]], folder: Path, text: Path, steps: int, stop_at: int | None = None
 ) -> dict[str, Any]:
     """Half of the steps, and a resume for the rest, are the whole bit for bit; the tensors of the last checkpoint.
 
     Args:
         train_into: called with a folder, the text, the steps and where to stop.
+        stop_at: where to stop instead.
     """
     straight = train_into(folder / "straight", text, steps=steps)
-    train_into(folder / "resumed", text, steps=steps, stop_at=steps // 2)
+    train_into(folder / "resumed", text, steps=steps, stop_at=stop_at or steps // 2)
     resumed = train_into(folder / "resumed", text, steps=steps)
     ours, theirs = (
         [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
