@@ -5,10 +5,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.build import apply_score_head, build_on_meta, load_config
 from echelon.learn.model.weights import initialize_weights
 from echelon.learn.opened import OpenedModel, one_process
@@ -98,6 +100,12 @@ def random_batch(num: int = 2, length: int = 32, vocab: int = 256, seed: int = 0
     labels = tokens[:, 1:].clone()
     labels[0, 5:9] = -100
     return tokens[:, :-1].contiguous(), labels
+
+
+def microbatch_of(tokens: torch.Tensor, labels: torch.Tensor | None = None, **fields: Any) -> Microbatch:
+    """Sequences as a microbatch with ids from 0; without labels, each token is its own."""
+    ids = np.arange(len(tokens))
+    return Microbatch(tokens, tokens if labels is None else labels, ids, ids, **fields)
 
 
 def assert_same_shapes(shapes: Iterable[tuple[int, ...]], model: nn.Module) -> None:

@@ -16,16 +16,7 @@ from echelon.ground.errors import CheckpointError
 from echelon.learn.checkpoint.folder import find_checkpoints
 from echelon.learn.checkpoint.store import CheckpointStore
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import (
-    await_line,
-    exact_rows,
-    finish,
-    mount,
-    read_events,
-    read_lines,
-    start,
-    write_recipe,
-)
+from tests.dist.command import await_line, exact_rows, finish, mount, read_events, read_lines, start, write_recipe
 from tests.log_lines import LogLines
 from tests.parity.training import equal_tensors, tensors_of
 from tests.waiting import wait_until

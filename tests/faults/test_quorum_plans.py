@@ -8,15 +8,7 @@ import pytest
 
 from tests.dist.command import RECIPE, read_lines
 from tests.faults.losses import REPLACED
-from tests.faults.test_quorum import (
-    JOINED,
-    LOST,
-    SEED,
-    Job,
-    assert_never_restarted,
-    assert_same_rows,
-    train_alone,
-)
+from tests.faults.test_quorum import JOINED, LOST, SEED, Job, assert_never_restarted, assert_same_rows, train_alone
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("marked")]
 

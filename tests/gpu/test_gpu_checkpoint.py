@@ -9,7 +9,7 @@ from echelon.learn.checkpoint import store as store_module
 from echelon.learn.checkpoint.snapshot import PeerMemory, SnapshotsByStep
 from echelon.learn.checkpoint.store import CheckpointStore, Stager
 from tests.gpu.gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
-from tests.parity.training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
+from tests.parity.training import Row, assert_same_curve, check_exact_resume, equal_tensors, tensors_of
 
 pytestmark = pytest.mark.gpu
 # Fused attention sums gradients with atomics, in varying order; eager attention is matmuls and a softmax.
@@ -78,9 +78,7 @@ def test_another_plan_resumes_with_the_same_curve(gpu, text, tmp_path, first, se
     straight = train_on_gpu(Case(), gpu, tmp_path / "straight", text, steps=10)
     train_on_gpu(first, gpu, tmp_path / "changed", text, steps=10, stop_at=5)
     rows = train_on_gpu(second, gpu, tmp_path / "changed", text, steps=10)
-    losses, norms = difference(rows, straight)
-    assert losses <= 1e-4 and norms <= 1e-3
-    assert hashes(rows) == hashes(straight)
+    assert_same_curve(rows, straight, (1e-4, 1e-3))
 
 
 def test_a_checkpoint_of_the_gpu_loads_on_the_host(gpu, text, tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity.training import Row, bounds, difference, hashes, train
+from tests.parity.training import Row, assert_same_curve, bounds, train
 
 pytestmark = pytest.mark.dist
 
@@ -56,7 +56,5 @@ def test_equals_one_process(workers, alone, text, tmp_path, variant, plan):
     }
     row = replace(PLANS[plan], changes=changes)
     rows, expected = train(workers, row, tmp_path, text, STEPS), alone(row)
-    losses, norms = difference(rows, expected)
-    assert losses <= AS_TRL and norms <= bounds(row)[1], f"loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
+    assert_same_curve(rows, expected, (AS_TRL, bounds(row)[1]))
     assert all(row["grad_norm"] > 1e-3 for row in expected if row["kind"] == "train")

@@ -2,7 +2,6 @@
 
 import logging
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,16 +14,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from echelon.learn.data.loader import build_microbatch
 from echelon.learn.data.shards import Samples
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
 from echelon.learn.model import compilation
-from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe.load import load_recipe
 from tests.families import small_config
-from tests.parity.training import Row, prepare, with_ranks, write_recipe
+from tests.parity.training import Row, build_engine, prepare, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -42,11 +36,8 @@ def build_batch(width, has_documents):
 
 def find_breaks(rank, world_size, path, family, has_documents, checkpointing):
     """The reasons of graph breaks in a step, and the number of graphs."""
-    recipe, _ = load_recipe(Path(path))
-    plan = ParallelPlan(
-        "ddp", compile=True, activation_checkpointing=checkpointing, precision=Precision(compute="bfloat16")
-    )
-    graphs = []
+    precision, graphs = Precision(compute="bfloat16"), []
+    plan = ParallelPlan("ddp", compile=True, activation_checkpointing=checkpointing, precision=precision)
 
     def count(graph, inputs):
         graphs.append(graph)
@@ -54,8 +45,7 @@ def find_breaks(rank, world_size, path, family, has_documents, checkpointing):
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    meshes, config = build_mesh(plan, "cpu"), load_config(small_config(family))
-    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
+    engine, _ = build_engine(path, small_config(family), plan, count)
     engine.rehearse(build_batch(16, has_documents), 1, CausalLM())
     return dict(torch._dynamo.utils.counters["graph_break"]), len(graphs)
 
@@ -79,9 +69,8 @@ def test_no_graph_break(workers, text, tmp_path, family, adapter, has_documents,
     assert 2 <= num_graphs <= 3
 
 
-def count_products(rank, world_size, path, plan):
+def count_products(rank, world_size, path, plan, config):
     """The products in the graphs of forward and of backward passes, which layers share."""
-    recipe, _ = load_recipe(Path(path))
     products = {"forward": 0, "backward": 0}
 
     def count(name, graph, inputs):
@@ -89,10 +78,9 @@ def count_products(rank, world_size, path, plan):
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    config, meshes = load_config(recipe.model.config), build_mesh(plan, "cpu")
     passes = {f"{name[0]}w_compiler": partial(count, name) for name in ("forward", "backward")}
     backend = aot_autograd(**passes, partition_fn=min_cut_rematerialization_partition)
-    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), backend))
+    engine, meshes = build_engine(path, config, plan, backend)
     engine.rehearse(build_batch(16, False).cut(meshes.sequence_part), 1, CausalLM())
     return products
 
@@ -112,7 +100,7 @@ def test_checkpointed_layers_that_exchange_inside_are_compiled(workers, text, tm
     for checkpointing in ("none", "selective", "full"):
         row = with_ranks(Row(parallel, family=family, compile=True, checkpointing=checkpointing), 2, micro_batch=2)
         path, plan = prepare(row, tmp_path / checkpointing, text, 4)
-        ranks = workers.run(count_products, 2, str(path), plan)
+        ranks = workers.run(count_products, 2, str(path), plan, row.config())
         assert ranks[0] == ranks[1]
         found[checkpointing] = ranks[0]["forward"], ranks[0]["backward"]
     assert found == expected
@@ -120,7 +108,6 @@ def test_checkpointed_layers_that_exchange_inside_are_compiled(workers, text, tm
 
 def count_graphs(rank, world_size, path, compiles):
     """The number of graphs of a step, and the line about repeated compilations."""
-    recipe, _ = load_recipe(Path(path))
     graphs = []
 
     def count(graph, inputs):
@@ -129,9 +116,7 @@ def count_graphs(rank, world_size, path, compiles):
 
     torch._dynamo.reset()
     torch._dynamo.utils.clear_compilation_metrics()
-    plan = ParallelPlan("ddp", compile=compiles)
-    meshes, config = build_mesh(plan, "cpu"), load_config(small_config("llama"))
-    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
+    engine, _ = build_engine(path, small_config("llama"), ParallelPlan("ddp", compile=compiles), count)
     engine.rehearse(build_batch(16, False), 1, CausalLM())
     return len(graphs), compilation.describe_recompiles()
 
@@ -148,8 +133,6 @@ def test_the_optimizer_is_compiled_with_the_layers(workers, text, tmp_path):
 
 def train_in_many_shapes(rank, world_size, path, config, max_graphs):
     """Train and evaluate with batches of many widths: the graph breaks, the line at the end, the warnings."""
-    recipe, _ = load_recipe(Path(path))
-    plan = ParallelPlan("ddp", compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
@@ -158,8 +141,7 @@ def train_in_many_shapes(rank, world_size, path, config, max_graphs):
     compilation.logger.addHandler(handler)
     try:
         with mock.patch.object(compilation, "MAX_GRAPHS", max_graphs):
-            meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
-            engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, device, "eager"))
+            engine, _ = build_engine(path, config, ParallelPlan("ddp", compile=True), "eager")
         for width in (16, 32, 24, 64, 40, 8):
             engine.rehearse(build_batch(width, True), 1, CausalLM())
         with engine.evaluation(CausalLM()) as evaluation:

@@ -1,24 +1,16 @@
 """What a rank stores and sends under expert parallelism is what docs/expert-parallelism.md says."""
 
 from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.families import microbatch_of, small_config
+from tests.parity.training import Row, build_engine, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -45,11 +37,8 @@ class Payloads(TorchDispatchMode):
 
 def run_step(rank, world_size, path):
     """The numbers that this rank stores, and the collectives of a step of one microbatch."""
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(PLAN, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), PLAN, meshes, torch.device("cpu")))
-    tokens, places = torch.arange(TOKENS)[None] + 20 * rank, np.zeros(1, dtype=np.int64)
-    microbatch = Microbatch(tokens, tokens, places, places)
+    engine, _ = build_engine(path, CONFIG, PLAN)
+    microbatch = microbatch_of(torch.arange(TOKENS)[None] + 20 * rank)
     engine.rehearse(microbatch, 1, CausalLM())
     with Payloads() as payloads:
         engine.forward_backward(0, [microbatch], torch.tensor(1.0), CausalLM())

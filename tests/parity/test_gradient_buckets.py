@@ -1,22 +1,13 @@
 """Under DDP a rank has each gradient once: it is a view of a bucket, during and between steps."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.parallel import data_parallel
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.families import microbatch_of, small_config
+from tests.parity.training import Row, build_engine, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +16,6 @@ NUM_STEPS = 3
 
 def observe(rank, world_size, path, precision, num_microbatches):
     """In each step, the storages of buckets and of gradients, and whether backward passes found gradients; bytes."""
-    recipe, _ = load_recipe(Path(path))
     plan = ParallelPlan("ddp", dp_replicate=2, num_microbatches=num_microbatches, precision=precision)
     buckets, gradients, found = {}, {}, []
 
@@ -39,18 +29,15 @@ def observe(rank, world_size, path, precision, num_microbatches):
         gradients[storage.data_ptr()] = storage.nbytes()
 
     hook, data_parallel.sum_gradients = data_parallel.sum_gradients, note_bucket
-    device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(small_config("llama")), plan, meshes, device))
+    engine, _ = build_engine(path, small_config("llama"), plan)
     trained = list(engine.trained.values())
     for parameter in trained if num_microbatches > 1 else ():
         parameter.register_post_accumulate_grad_hook(note_gradient)
     engine.decoder.base_model.register_forward_pre_hook(lambda *_: found.append(trained[0].grad is not None))
     generator = torch.Generator().manual_seed(rank)
-    places = np.zeros(1, dtype=np.int64)
 
     def build():
-        tokens = torch.randint(0, 256, (1, 8), generator=generator)
-        return Microbatch(tokens, tokens, places, places)
+        return microbatch_of(torch.randint(0, 256, (1, 8), generator=generator))
 
     engine.rehearse(build(), num_microbatches, CausalLM())
     steps = []
@@ -86,20 +73,15 @@ def test_gradients_of_every_microbatch_are_in_the_buckets(workers, text, tmp_pat
 
 def count_graphs(rank, world_size, path):
     """How many graphs two equal layers, each larger than a bucket, and the loss are compiled to."""
-    recipe, _ = load_recipe(Path(path))
-    plan = ParallelPlan("ddp", dp_replicate=2, compile=True)
-    meshes = build_mesh(plan, "cpu")
-    config = load_config(small_config("llama", hidden_size=256, intermediate_size=1024))
-    graphs = []
+    config, graphs = small_config("llama", hidden_size=256, intermediate_size=1024), []
 
     def count(graph, inputs):
         graphs.append(graph)
         return graph
 
     torch._dynamo.reset()
-    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu"), count))
-    tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
-    engine.rehearse(Microbatch(tokens, tokens, places, places), 1, CausalLM())
+    engine, _ = build_engine(path, config, ParallelPlan("ddp", dp_replicate=2, compile=True), count)
+    engine.rehearse(microbatch_of(torch.zeros(1, 8, dtype=torch.int64)), 1, CausalLM())
     return len(graphs)
 
 

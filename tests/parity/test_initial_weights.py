@@ -21,20 +21,16 @@ from echelon.learn.optimizer.slot import random_bits
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import load_recipe
 from tests.families import small_config, small_model
-from tests.parity.training import Row, resolve, with_ranks, write_recipe
+from tests.parity.training import Row, build_engine, resolve, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 
 
 def whole_weights(rank, world_size, path, plan, family, tied):
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    config = load_config(small_config(family, tied))
-    engine = build_native_engine(EngineSpec(recipe, config, plan, meshes, torch.device("cpu")))
-    parameters = dict(engine.decoder.named_parameters())
+    engine, _ = build_engine(path, small_config(family, tied), plan)
     return {
         name: np.array((value.full_tensor() if hasattr(value, "full_tensor") else value).detach())
-        for name, value in parameters.items()
+        for name, value in engine.decoder.named_parameters()
     }
 
 

@@ -6,8 +6,16 @@ import pytest
 
 import echelon.learn.engines.native as native
 import echelon.learn.optimizer.norm as loss_scale
-from echelon.ground.errors import TrainingError
-from tests.parity.training import PlantedWorkers, Row, difference, hashes, read_rows, train, train_rank, with_ranks
+from tests.parity.training import (
+    PlantedWorkers,
+    Row,
+    difference,
+    hashes,
+    raised_in_training,
+    read_rows,
+    train,
+    with_ranks,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -23,11 +31,7 @@ def train_from(rank, world_size, path, plan, stop_at, initial, is_broken):
         mock.patch.object(loss_scale, "INITIAL", initial),
         mock.patch.object(native, "global_norm", broken if is_broken else global_norm),
     ):
-        try:
-            train_rank(rank, world_size, path, plan, stop_at, "")
-        except TrainingError as error:
-            return str(error)
-    return None
+        return raised_in_training(rank, world_size, path, plan, stop_at)
 
 
 def plant(pool, initial, is_broken=False):

@@ -1,24 +1,16 @@
 """The memory of a step by part, measured in the rehearsal, compared with values by hand."""
 
 from dataclasses import astuple, replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.families import microbatch_of, small_config
+from tests.parity.training import Row, build_engine, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -42,13 +34,9 @@ LOSS = 2 * 4 * TOKENS * 256 + HIDDEN + 4 * 256 * 64
 def measure(rank, world_size, path, plan, config=CONFIG):
     """The measured parts, and those of the planner."""
     torch._dynamo.reset()
-    recipe, _ = load_recipe(Path(path))
-    device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, device, "aot_eager"))
+    engine, meshes = build_engine(path, config, plan, "aot_eager")
     tokens = torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    places = np.arange(BATCH)
-    microbatch = Microbatch(tokens, tokens, places, places).cut(meshes.sequence_part)
-    rehearsal = engine.rehearse(microbatch, plan.num_microbatches, CausalLM())
+    rehearsal = engine.rehearse(microbatch_of(tokens).cut(meshes.sequence_part), plan.num_microbatches, CausalLM())
     return rehearsal.memory, estimate_parts(build_shape(config), replace(plan, sequence_len=LENGTH), "cpu")
 
 

@@ -1,26 +1,18 @@
 """Activation offloading under `fully_shard` in real processes: the same loss and gradients as without it."""
 
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 import echelon.learn.parallel
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.parallel.kept_activations import offload_activations
 from echelon.planner.plan import ParallelPlan, Precision
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
+from tests.families import microbatch_of, small_config
 from tests.late_copies import LateCopies
-from tests.parity.training import Row, write_recipe
+from tests.parity.training import Row, build_engine, write_recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -32,12 +24,9 @@ def train_step(rank, world_size, path, plan):
     """The loss and the norm of the gradients of two microbatches; the number of copies."""
     side = LateCopies()
     apply = partial(offload_activations, side=side, smallest=1)
-    recipe, _ = load_recipe(Path(path))
-    meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
     with mock.patch.object(echelon.learn.parallel, "offload_activations", apply):
-        engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, device))
-    tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
-    batch = Microbatch(tokens, tokens, places, places)
+        engine, _ = build_engine(path, CONFIG, plan)
+    batch = microbatch_of(torch.arange(32).view(2, 16) + rank)
     sums = engine.forward_backward(0, [batch, batch], torch.tensor(64.0), CausalLM())
     return float(sums.loss), float(engine.clip(None)), side.diary.count("save"), side.diary.count("load")
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -42,9 +43,7 @@ def uninterrupted(workers, text, tmp_path_factory, mixture):
 @pytest.mark.parametrize(("parallel", "ranks", "micro"), [("ddp", 2, 2), slow("zero1", 4, 1)])
 def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupted, parallel, ranks, micro):
     rows = training.train(workers, training.Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
-    losses, norms = training.difference(rows, uninterrupted[0])
-    assert losses <= 2e-5 and norms <= 1e-4
-    assert training.hashes(rows) == training.hashes(uninterrupted[0])
+    training.assert_same_curve(rows, uninterrupted[0])
 
 
 def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupted):
@@ -67,17 +66,7 @@ def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupt
 
 def test_a_resume_in_the_middle_is_exact(workers, text, tmp_path, mixture):
     row = training.with_ranks(training.Row("ddp", changes=mixture), 2, micro_batch=2)
-    straight = training.train(workers, row, tmp_path / "straight", text, STEPS)
-    training.train(workers, row, tmp_path / "resumed", text, STEPS, stop_at=4)
-    resumed = training.train(workers, row, tmp_path / "resumed", text, STEPS)
-    ours, theirs = (
-        [tuple(each[key] for key in training.EXACT) for each in rows if each["kind"] == "train"]
-        for rows in (resumed, straight)
-    )
-    assert ours == theirs
-    assert training.equal_tensors(
-        *(training.tensors_of(tmp_path / name / "run", STEPS) for name in ("straight", "resumed"))
-    )
+    training.check_exact_resume(partial(training.train, workers, row), tmp_path, text, STEPS, stop_at=4)
 
 
 def test_a_resume_on_other_ranks_is_the_same_curve(workers, text, tmp_path, mixture, uninterrupted):
@@ -85,9 +74,7 @@ def test_a_resume_on_other_ranks_is_the_same_curve(workers, text, tmp_path, mixt
     training.train(workers, replace(one, ranks=4, micro_batch=1), tmp_path, text, STEPS, stop_at=3)
     training.train(workers, one, tmp_path, text, STEPS, stop_at=6)
     rows = training.train(workers, replace(one, parallel="fsdp", ranks=2, micro_batch=1), tmp_path, text, STEPS)
-    losses, norms = training.difference(rows, uninterrupted[0])
-    assert losses <= 2e-5 and norms <= 1e-4
-    assert training.hashes(rows) == training.hashes(uninterrupted[0])
+    training.assert_same_curve(rows, uninterrupted[0])
 
 
 def test_other_weights_are_another_order(workers, text, tmp_path, mixture, uninterrupted):

@@ -8,13 +8,12 @@ import torch
 from pydantic import ValidationError
 from torch._dynamo.backends.debugging import aot_eager
 
-from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import Grid
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.document import Recipe
 from echelon.run.training.replicas import OddPass, describe_compared, find_odd_passes
 from echelon.run.training.training_step import TrainingStep
-from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
+from tests.parity.training import PlantedWorkers, Row, raised_in_training, train, train_rank, with_ranks
 from tests.unit.planner.test_search import fields
 
 pytestmark = pytest.mark.dist
@@ -37,11 +36,7 @@ def train_with_fault(rank, world_size, path, plan, stop_at, faulty):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingStep, "__call__", disturbed)
-        try:
-            train_rank(rank, world_size, path, plan, stop_at, "")
-        except TrainingError as error:
-            return str(error)
-    return None
+        return raised_in_training(rank, world_size, path, plan, stop_at)
 
 
 def plant(pool, faulty):

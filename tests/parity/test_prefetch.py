@@ -1,25 +1,17 @@
 """The order of gathers, layers and reductions in real processes, and an unchanged result of `parallel.prefetch`."""
 
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.model.parts import find_layers
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.parallel.data_parallel import ExchangeReduceScatter, find_units
 from echelon.planner.plan import ParallelPlan
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.families import microbatch_of, small_config
+from tests.parity.training import Row, build_engine, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -56,9 +48,7 @@ class Reduced(ExchangeReduceScatter):
 
 def record_step(rank, world_size, path, plan, config):
     """The gathers, layers and reductions of one step in order, the loss, and the norm of the gradients."""
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
+    engine, _ = build_engine(path, config, plan)
     diary = []
     layers = find_layers(engine.decoder)
     names = {engine.parallel.module: "rest", **{layer: str(place) for place, layer in enumerate(layers)}}
@@ -70,8 +60,8 @@ def record_step(rank, world_size, path, plan, config):
         layer.input_layernorm.register_forward_pre_hook(note)
         note = partial(lambda word, *_: diary.append(word), f"backward {place}")
         layer.mlp.register_full_backward_pre_hook(note)
-    tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
-    sums = engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(32.0), CausalLM())
+    microbatch = microbatch_of(torch.arange(32).view(2, 16) + rank)
+    sums = engine.forward_backward(0, [microbatch], torch.tensor(32.0), CausalLM())
     return diary, float(sums.loss), float(engine.clip(None))
 
 

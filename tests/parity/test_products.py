@@ -5,26 +5,18 @@ sequence parallelism in detail are in the tests of each technique.
 """
 
 from dataclasses import astuple, replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.model.sharding import local_part
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.axes.table import divide_shape
 from echelon.planner.memory import estimate_parts
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.families import microbatch_of, small_config
+from tests.parity.training import Row, build_engine, write_recipe
 from traffic import Sent, TrafficCounter, expect_tensor_traffic
 
 pytestmark = pytest.mark.dist
@@ -85,12 +77,9 @@ EXPERTS = [plan_of(dp_shard=2, ep=2), plan_of(dp_shard=4, ep=2), plan_of(cp=2, d
 
 def observe(rank, world_size, path, config, plan):
     """This rank's place, its parameter elements, what it sends over each axis in a step, and the largest memory."""
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
+    engine, meshes = build_engine(path, config, plan)
     tokens = torch.randint(0, 256, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(meshes.data_rank))
-    places = np.arange(SEQUENCES)
-    microbatch = Microbatch(tokens, tokens, places, places).cut(meshes.sequence_part)
+    microbatch = microbatch_of(tokens).cut(meshes.sequence_part)
     memory = engine.rehearse(microbatch, plan.num_microbatches, CausalLM()).memory
     groups = {"pp": meshes.pp, "cp": meshes.cp, "tp": meshes.tp and meshes.tp.get_group()}
     for mesh in (meshes.shard, meshes.experts):

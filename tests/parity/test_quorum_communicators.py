@@ -16,7 +16,7 @@ from echelon.learn.distributed.mesh import ViewChanged, wait_for
 from echelon.learn.distributed.transport import end_waits
 from echelon.run.lifecycle import view_group
 from echelon.run.lifecycle.view_group import Inside, LossWatch, ViewMembership, form_inside
-from echelon.run.supervise.board import MembershipStore, View
+from echelon.run.supervise.board import MembershipStore
 from tests import fake_nccl
 from tests.parity.test_quorum_groups import NAMES, RETURNED, SECONDS, Kept, die, leave
 from tests.workers import WARM
@@ -71,10 +71,7 @@ def test_a_death_that_nccl_does_not_notice_ends_the_view_by_an_abort(moment):
     The host waits for several sums at once, before the vote.
     """
     with Kept(run_replica, (*NAMES, RETURNED), moment) as kept:
-        kept.board.publish(View(0, NAMES))
-        kept.lose(NAMES[-1])
-        kept.board.publish(View(1, (*NAMES[:2], RETURNED)))
-        found = kept.reports(5)
+        found = kept.replace_the_last()
     first, second = ([row for row in found if row[1] == number] for number in range(2))
     assert [row[0] for row in first] == list(NAMES[:2]) and len(second) == 3
     for _, _, error, _, order, after in first:

@@ -101,6 +101,13 @@ class Kept:
         self.board.end(0)
         self._keeper.set("dead", "")
 
+    def replace_the_last(self):
+        """What the replicas of two views report: the last one of the first is lost, and another one takes its place."""
+        self.board.publish(View(0, NAMES))
+        self.lose(NAMES[-1])
+        self.board.publish(View(1, (*NAMES[:2], RETURNED)))
+        return self.reports(5)
+
     def reports(self, count, seconds=SECONDS):
         return sorted(self._results.get(timeout=seconds) for _ in range(count))
 
@@ -109,10 +116,7 @@ class Kept:
 def test_a_death_while_a_group_connects_is_noticed_at_once(moment):
     """A replica that is new forms the next group with two for which one has failed."""
     with Kept(run_replica, (*NAMES, RETURNED), moment) as kept:
-        kept.board.publish(View(0, NAMES))
-        kept.lose(NAMES[-1])
-        kept.board.publish(View(1, (*NAMES[:2], RETURNED)))
-        found = kept.reports(5)
+        found = kept.replace_the_last()
     assert sorted(row for row in found if row[1] == 0) == [(name, 0, None) for name in NAMES[:2]]
     assert sorted(row for row in found if row[1] == 1) == [(name, 1, 7.0) for name in (*NAMES[:2], RETURNED)]
 

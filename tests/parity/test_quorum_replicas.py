@@ -8,17 +8,7 @@ import torch
 from echelon.learn.distributed.mesh import ViewChanged
 from echelon.learn.model.sharding import local_part
 from echelon.run.training.replica_state import heal, hold
-from tests.parity.training import (
-    GLOBAL_BATCH,
-    Row,
-    bounds,
-    difference,
-    hashes,
-    masked_trainer,
-    prepare,
-    read_rows,
-    train,
-)
+from tests.parity.training import GLOBAL_BATCH, Row, assert_same_curve, masked_trainer, prepare, read_rows, train
 
 STEPS = 6
 RANKS = 4
@@ -62,15 +52,10 @@ def quorum(workers, text, tmp_path_factory):
 
 def test_four_replicas_compute_what_one_process_does(workers, text, tmp_path, quorum):
     folder, plan, _ = quorum
-    assert plan.sync.is_exact and (plan.dp_replicate, plan.num_replicas, plan.global_batch_size) == (
-        1,
-        RANKS,
-        GLOBAL_BATCH,
-    )
+    degrees = plan.dp_replicate, plan.num_replicas, plan.global_batch_size
+    assert plan.sync.is_exact and degrees == (1, RANKS, GLOBAL_BATCH)
     rows, expected = read_rows(folder / "run"), train(workers, Row("ddp"), tmp_path, text, STEPS)
-    assert hashes(rows) == hashes(expected)
-    losses, norms = difference(rows, expected)
-    assert losses <= bounds(ROW)[0] and norms <= bounds(ROW)[1]
+    assert_same_curve(rows, expected)
     states = [json.loads(each.read_text()) for each in (folder / "run").glob("checkpoints/*/state.json")]
     assert states and all(len(each["judges"]) == 1 for each in states)
 
@@ -87,10 +72,7 @@ def test_replicas_of_two_processes_compute_what_one_process_does(workers, text, 
     changes = {"sync": {"replicas": 2}, "fault": CONTINUE}
     row = Row(parallel, changes=changes, ranks=RANKS, micro_batch=1)
     rows = train(workers, row, tmp_path / "quorum", text, STEPS)
-    expected = train(workers, Row("ddp"), tmp_path / "alone", text, STEPS)
-    assert hashes(rows) == hashes(expected)
-    losses, norms = difference(rows, expected)
-    assert losses <= bounds(row)[0] and norms <= bounds(row)[1]
+    assert_same_curve(rows, train(workers, Row("ddp"), tmp_path / "alone", text, STEPS))
 
 
 def interrupt_evaluation(rank, world_size, path, plan):

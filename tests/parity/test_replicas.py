@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from echelon.ground.errors import TrainingError
 from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 from echelon.run.training.replicas import ReplicaDifference, compare_replicas
 from echelon.run.training.training_step import TrainingStep
 from tests.cases import slow
-from tests.parity.training import PlantedWorkers, Row, train, train_rank, with_ranks
+from tests.parity.training import PlantedWorkers, Row, raised_in_training, train, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -33,11 +32,7 @@ def train_with_flip(rank, world_size, path, plan, stop_at, flipping):
         return call(train_step, step, is_suppressed, measure)
 
     with mock.patch.object(TrainingStep, "__call__", flipped):
-        try:
-            train_rank(rank, world_size, path, plan, stop_at, "")
-        except TrainingError as error:
-            return str(error)
-    return None
+        return raised_in_training(rank, world_size, path, plan, stop_at)
 
 
 def plant(pool, flipping):

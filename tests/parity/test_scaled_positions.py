@@ -1,5 +1,7 @@
 """`model.rope` under a plan trains the model that transformers describes, and writes it into the exported folder."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -7,7 +9,16 @@ from transformers import AutoModelForCausalLM
 from echelon.learn.checkpoint.export import export_run
 from tests.cases import slow
 from tests.families import load_run_model
-from tests.parity.training import SEQUENCE_LEN, Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
+from tests.parity.training import (
+    SEQUENCE_LEN,
+    Row,
+    assert_same_curve,
+    bounds,
+    check_exact_resume,
+    difference,
+    train,
+    with_ranks,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -28,9 +39,7 @@ def scaled(parallel, **options):
 def test_scaled_positions_equal_one_process(workers, references, text, tmp_path, row):
     rows = train(workers, row, tmp_path / "divided", text)
     expected = train(workers, REFERENCE, tmp_path / "one", text)
-    losses, norms = difference(rows, expected)
-    assert losses <= bounds(row)[0] and norms <= bounds(row)[1], f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
+    assert_same_curve(rows, expected, bounds(row))
     plain = references(Row(fields=(("max_position_embeddings", SEQUENCE_LEN),)))
     assert difference(plain, expected)[0] > bounds(row)[0], "the scale changes the loss"
     export_run(tmp_path / "divided" / "run", tmp_path / "exported")
@@ -44,9 +53,4 @@ def test_scaled_positions_equal_one_process(workers, references, text, tmp_path,
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_scale(workers, text, tmp_path):
-    row = scaled({"cp": 2, "cp_method": "ring"})
-
-    def train_into(folder, text, **steps):
-        return train(workers, row, folder, text, **steps)
-
-    check_exact_resume(train_into, tmp_path, text, steps=4)
+    check_exact_resume(partial(train, workers, scaled({"cp": 2, "cp_method": "ring"})), tmp_path, text, steps=4)

@@ -8,10 +8,10 @@ from echelon.planner.axes.table import divide_shape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from tests.cases import slow
+from tests.parity.test_expert_parallel import check_experts
 from tests.parity.test_memory_parts import measure
-from tests.parity.test_parity import check
-from tests.parity.test_tensor import compare_gradients
-from tests.parity.training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
+from tests.parity.test_tensor import check_second_half, compare_gradients
+from tests.parity.training import Row, bounds, check_exact_resume, difference, train, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -47,20 +47,9 @@ BESIDE_EP = [
 ]
 
 
-def column(rows, name):
-    return [row[name] for row in rows if row["kind"] == "train"]
-
-
 @pytest.mark.parametrize("row", [*DAILY, *(slow(row) for row in (*ROWS, *BESIDE_EP))], ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, publish, row):
-    compare(workers, references, text, tmp_path, row, publish)
-
-
-def compare(workers, references, text, folder, row, publish):
-    rows, expected = check(workers, references, text, folder, row, publish)
-    if row.adapter == "full":
-        assert column(rows, "router_loss") == pytest.approx(column(expected, "router_loss"), abs=bounds(row)[0])
-        assert column(rows, "expert_load") == pytest.approx(column(expected, "expert_load"), rel=0.05)
+    check_experts(workers, references, text, tmp_path, row, publish)
 
 
 ON_EIGHT = [
@@ -72,7 +61,7 @@ ON_EIGHT = [
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ON_EIGHT, ids=str)
 def test_eight_processes_equal_one(eight_workers, references, text, tmp_path, publish, row):
-    compare(eight_workers, references, text, tmp_path, row, publish)
+    check_experts(eight_workers, references, text, tmp_path, row, publish)
 
 
 @pytest.mark.slow
@@ -118,12 +107,7 @@ FIRST_AND_SECOND = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), FIRST_AND_SECOND, ids=str)
 def test_a_checkpoint_loads_with_and_without_it(workers, references, text, tmp_path, first, second):
-    expected = references(first.reference())
-    train(workers, first, tmp_path, text, stop_at=2)
-    rows = train(workers, second, tmp_path, text)
-    losses, norms = difference(rows, expected)
-    assert losses <= bounds(second)[0] and norms <= bounds(second)[1]
-    assert hashes(rows) == hashes(expected)
+    check_second_half(workers, references, text, tmp_path, first, second)
 
 
 @pytest.mark.slow

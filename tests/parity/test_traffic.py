@@ -1,27 +1,20 @@
 """What each strategy sends, counted in real processes, is what docs/memory-and-traffic.md says."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.learn.data.loader import Microbatch
-from echelon.learn.distributed.mesh import build_mesh
 from echelon.learn.distributed.traffic import count_traffic as count_meter
-from echelon.learn.engines import EngineSpec
-from echelon.learn.engines.native_build import build_native_engine
-from echelon.learn.model.build import load_config
 from echelon.learn.model.sharding import whole
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.planner.more_devices import count_step_bytes
 from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
 from echelon.planner.shape import build_shape
-from echelon.recipe.load import load_recipe
-from tests.families import small_config
-from tests.parity.training import Row, write_recipe
+from tests.families import microbatch_of, small_config
+from tests.parity.training import Row, build_engine, write_recipe
 from traffic import (
     TrafficCounter,
     count_sent_bytes,
@@ -43,11 +36,8 @@ ROUNDED = {"precision": Precision(reduce="bfloat16"), "sync": SyncPlan(method="b
 def count_traffic(rank, world_size, path, config, plan):
     """The payload of a step's collectives, and the bytes this rank has sent, by its sockets and by the run's count."""
     meter = count_meter()
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
-    tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
-    microbatch = Microbatch(tokens, tokens, places, places)
+    engine, _ = build_engine(path, config, plan)
+    microbatch = microbatch_of(torch.zeros(1, 8, dtype=torch.int64))
     engine.rehearse(microbatch, 1, CausalLM())
     for _ in range(2):  # DDP talks about its buckets once more in the first step
         sent = read_sent_bytes()
@@ -82,12 +72,10 @@ def test_sockets_send_what_the_table_says(workers, text, tmp_path, ranks):
 
 def sum_gradients(rank, world_size, path, plan, readers):
     """The whole gradients of the batch of each reader."""
-    found, (recipe, _) = [], load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(CONFIG), plan, meshes, torch.device("cpu")))
+    found, (engine, _) = [], build_engine(path, CONFIG, plan)
     for reader in readers or [rank]:
-        tokens, places = torch.arange(16).view(1, 16) + 20 * reader, np.zeros(1, dtype=np.int64)
-        engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(64.0), CausalLM())
+        microbatch = microbatch_of(torch.arange(16).view(1, 16) + 20 * reader)
+        engine.forward_backward(0, [microbatch], torch.tensor(64.0), CausalLM())
         found.append({name: whole(parameter.grad).numpy().copy() for name, parameter in engine.trained.items()})
         engine.discard()
     return found
@@ -108,12 +96,10 @@ def test_shards_that_are_reduced_in_bf16_are_the_sums_but_for_rounding(workers, 
 
 def count_muon_bytes(rank, world_size, path, config, plan):
     """The bytes that this rank's sockets send in an optimizer step."""
-    recipe, _ = load_recipe(Path(path))
-    meshes = build_mesh(plan, "cpu")
-    engine = build_native_engine(EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu")))
-    tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
-    engine.rehearse(Microbatch(tokens, tokens, places, places), 1, CausalLM())
-    engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(1.0), CausalLM())
+    engine, _ = build_engine(path, config, plan)
+    microbatch = microbatch_of(torch.zeros(1, 8, dtype=torch.int64))
+    engine.rehearse(microbatch, 1, CausalLM())
+    engine.forward_backward(0, [microbatch], torch.tensor(1.0), CausalLM())
     dist.barrier()
     sent = read_sent_bytes()
     engine.step(1e-3, torch.tensor(True))

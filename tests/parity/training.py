@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from echelon.ground.errors import TrainingError
 from echelon.ground.stored import write_json
 from echelon.learn.data.feed import Feed
 from echelon.learn.data.loader import BatchLoader
@@ -21,9 +22,11 @@ from echelon.learn.data.mixture import build_order
 from echelon.learn.data.order import DataOrder, SampleOrder
 from echelon.learn.data.prepare import prepare_data
 from echelon.learn.data.shards import NO_LABEL, Samples
-from echelon.learn.distributed.mesh import Meshes
+from echelon.learn.distributed.mesh import Meshes, build_mesh
 from echelon.learn.distributed.runtime import Runtime
-from echelon.learn.engines.engine import Targets
+from echelon.learn.engines.engine import EngineSpec, Targets
+from echelon.learn.engines.native_build import build_native_engine
+from echelon.learn.model.build import load_config
 from echelon.learn.model.context_attention import divided_inputs
 from echelon.learn.model.router import RouterLoss
 from echelon.learn.objectives import outputs
@@ -239,6 +242,23 @@ def with_uneven_targets(feed: Any, recipe: Any, is_wrong: bool = False) -> Feed:
     return Feed(partial(BatchLoader, masked, order, recipe.batches), feed.place)
 
 
+def build_engine(path: str, config: Any, plan: ParallelPlan, backend: Any = "inductor") -> tuple[Any, Meshes]:
+    """This rank's part of the engine of a recipe's file, for a model's config or folder; and the meshes of the plan."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    spec = EngineSpec(recipe, load_config(config), plan, meshes, torch.device("cpu"), backend)
+    return build_native_engine(spec), meshes
+
+
+def raised_in_training(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None) -> str | None:
+    """The message of the error that `train_rank` raises."""
+    try:
+        train_rank(rank, world_size, path, plan, stop_at, "")
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
 @contextmanager
 def masked_trainer(
     rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "", backend: str = "aot_eager"
@@ -390,12 +410,18 @@ def check_training(
     row: Row, rows: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Check that a row's losses, norms and batches are those of one process. Both last evaluations, and their bound."""
-    losses, norms = difference(rows, expected)
-    loss_bound, norm_bound = bounds(row)
-    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
+    assert_same_curve(rows, expected, bounds(row))
     ours, theirs = ([found for found in rows if found["kind"] == "eval"][-1] for rows in (rows, expected))
-    return ours, theirs, loss_bound
+    return ours, theirs, bounds(row)[0]
+
+
+def assert_same_curve(
+    rows: list[dict[str, Any]], expected: list[dict[str, Any]], bound: tuple[float, float] = (LOSS, NORM)
+) -> None:
+    """The losses and the gradient norms are the expected ones within a bound for each, and the batches exactly."""
+    losses, norms = difference(rows, expected)
+    assert losses <= bound[0] and norms <= bound[1], f"loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
 
 
 def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tuple[float, float]:
@@ -460,15 +486,16 @@ def equal_tensors(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def check_exact_resume(
-    train_into: Callable[..., list[dict[str, Any]]], folder: Path, text: Path, steps: int
+    train_into: Callable[..., list[dict[str, Any]]], folder: Path, text: Path, steps: int, stop_at: int | None = None
 ) -> dict[str, Any]:
     """Half of the steps, and a resume for the rest, are the whole bit for bit; the tensors of the last checkpoint.
 
     Args:
         train_into: called with a folder, the text, the steps and where to stop.
+        stop_at: where to stop instead.
     """
     straight = train_into(folder / "straight", text, steps=steps)
-    train_into(folder / "resumed", text, steps=steps, stop_at=steps // 2)
+    train_into(folder / "resumed", text, steps=steps, stop_at=stop_at or steps // 2)
     resumed = train_into(folder / "resumed", text, steps=steps)
     ours, theirs = (
         [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)

@@ -279,60 +279,41 @@ def test_prefetch_is_in_the_plan_and_said():
     assert resolve_plan(build_recipe("fsdp"), TINY, cpus(8)).prefetch is None
 
 
-def test_layouts_that_do_not_fit_the_processes():
-    refusal(
-        PlanError, "an even number of processes", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12
-    )
-    # a recipe for 8 GPUs on a laptop of 2 processes
-    refusal(
-        PlanError, "dp_replicate 2 x dp_shard 4 needs 8 processes, but there are 2", "run 8", "2 x 1 or 1 x 2",
-        parallel={"dp_replicate": 2, "dp_shard": 4},
-    )  # fmt: skip
-    refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_shard": 8}, cluster=cpus(1))
-    refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_replicate": 8}, cluster=cpus(1))
-    refusal(
-        PlanError, "dp_replicate=3 does not divide the 8", "1, 2, 4 or 8",
-        parallel={"dp_replicate": 3, "dp_shard": "auto"}, cluster=cpus(8),
-    )  # fmt: skip
-    refusal(PlanError, "parallel.cpu_offload=true", "omit it", parallel={"dp_shard": 2, "cpu_offload": True})
-    refusal(PlanError, "train.activation_offloading=true", "omit it", activation_offloading=True)
-    for way in ({"activation_checkpointing": "selective"}, {"compile": True}, {"precision": "fp8"}):
-        refusal(
-            ConfigError, "train.activation_offloading=true does not work with", "full",
-            activation_offloading=True, cluster=parse_devices("8xH100"), **way,
-        )  # fmt: skip
-    for mapping in ({"prefetch": 2}, {"dp_replicate": 8, "prefetch": 2}):
-        refusal(
-            ConfigError, "parallel.prefetch=2", "no layer is gathered", "dp_shard", parallel=mapping, cluster=cpus(8)
-        )
-    refusal(ConfigError, "parallel='zero9'", "fsdp", parallel="zero9")
-
-
-def test_batches_that_do_not_divide():
-    refusal(
-        PlanError, "train.global_batch_size=10 does not divide by the 4 ranks", "8 or 12, or 1, 2, 5 or 10 processes",
-        batch=10, cluster=cpus(4),
-    )  # fmt: skip
-    refusal(
-        PlanError, "global_batch_tokens=1280 (10 sequences)", "1024 (8 sequences) or 1536 (12 sequences)",
-        batch_tokens=1280, cluster=cpus(4),
-    )  # fmt: skip
-    refusal(
-        PlanError,
-        "global_batch_size=2 is less than one sequence",
-        "use 4, or 1 or 2 processes",
-        batch=2,
-        cluster=cpus(4),
-    )
-    refusal(PlanError, "3 samples", "4 ranks", "at most 3 processes", num_samples=3, cluster=cpus(4))
-    refusal(
-        PlanError,
-        "train.micro_batch_size=5 does not divide the 32",
-        "each of the 2 ranks",
-        "4 or 8",
-        micro_batch_size=5,
-    )
-    refusal(PlanError, "micro_batch_size=64", "use 32", micro_batch_size=64)
+@pytest.mark.parametrize(
+    ("error", "words", "recipe"),
+    [
+        (PlanError, ("an even number of processes", "2 or 4", "parallel=fsdp"),
+         {"parallel": "hsdp", "cluster": cpus(3), "batch": 12}),
+        # a recipe for 8 GPUs on a laptop of 2 processes
+        (PlanError, ("dp_replicate 2 x dp_shard 4 needs 8 processes, but there are 2", "run 8", "2 x 1 or 1 x 2"),
+         {"parallel": {"dp_replicate": 2, "dp_shard": 4}}),
+        (PlanError, ("there is 1;", "1 x 1"), {"parallel": {"dp_shard": 8}, "cluster": cpus(1)}),
+        (PlanError, ("there is 1;", "1 x 1"), {"parallel": {"dp_replicate": 8}, "cluster": cpus(1)}),
+        (PlanError, ("dp_replicate=3 does not divide the 8", "1, 2, 4 or 8"),
+         {"parallel": {"dp_replicate": 3, "dp_shard": "auto"}, "cluster": cpus(8)}),
+        (PlanError, ("parallel.cpu_offload=true", "omit it"), {"parallel": {"dp_shard": 2, "cpu_offload": True}}),
+        (PlanError, ("train.activation_offloading=true", "omit it"), {"activation_offloading": True}),
+        *((ConfigError, ("train.activation_offloading=true does not work with", "full"),
+           {"activation_offloading": True, "cluster": parse_devices("8xH100"), **way})
+          for way in ({"activation_checkpointing": "selective"}, {"compile": True}, {"precision": "fp8"})),
+        *((ConfigError, ("parallel.prefetch=2", "no layer is gathered", "dp_shard"),
+           {"parallel": mapping, "cluster": cpus(8)})
+          for mapping in ({"prefetch": 2}, {"dp_replicate": 8, "prefetch": 2})),
+        (ConfigError, ("parallel='zero9'", "fsdp"), {"parallel": "zero9"}),
+        (PlanError, ("train.global_batch_size=10 does not divide by the 4 ranks", "8 or 12, or 1, 2, 5 or 10 proces"),
+         {"batch": 10, "cluster": cpus(4)}),
+        (PlanError, ("global_batch_tokens=1280 (10 sequences)", "1024 (8 sequences) or 1536 (12 sequences)"),
+         {"batch_tokens": 1280, "cluster": cpus(4)}),
+        (PlanError, ("global_batch_size=2 is less than one sequence", "use 4, or 1 or 2 processes"),
+         {"batch": 2, "cluster": cpus(4)}),
+        (PlanError, ("3 samples", "4 ranks", "at most 3 processes"), {"num_samples": 3, "cluster": cpus(4)}),
+        (PlanError, ("train.micro_batch_size=5 does not divide the 32", "each of the 2 ranks", "4 or 8"),
+         {"micro_batch_size": 5}),
+        (PlanError, ("micro_batch_size=64", "use 32"), {"micro_batch_size": 64}),
+    ],
+)  # fmt: skip
+def test_layouts_and_batches_that_do_not_fit_the_processes(error, words, recipe):
+    refusal(error, *words, **recipe)
 
 
 def build_ramped(start, size, increment, tokens=False, **train):

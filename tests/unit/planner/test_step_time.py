@@ -34,6 +34,7 @@ LLAMA = build_shape(
         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
     }
 )  # fmt: skip
+BF16 = Precision(compute="bfloat16")
 GEMMA2 = build_shape({"model_type": "gemma2"})
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PLAIN = Rates(
@@ -41,10 +42,8 @@ PLAIN = Rates(
 )
 FSDP = ParallelPlan(
     "fsdp", dp_shard=64, reshard_after_forward=True, reduce_gradients="each", sequence_len=4096, micro_batch_size=2,
-    num_microbatches=4, precision=Precision(compute="bfloat16"),
+    num_microbatches=4, precision=BF16,
 )  # fmt: skip
-
-
 CLUSTER = parse_devices("64xA100-80")
 # Gathered weights are copied out of their buffer twice in each of four microbatches; gradients are cast to fp32, and
 # added to those of the shard.
@@ -91,9 +90,8 @@ def test_an_adapter_moves_bytes_of_its_own_on_a_gpu():
         for adapter in (lora, qlora, none, replace(lora, dropout=0.0))
     )
     tokens, bandwidth = 4 * 2 * 4096, 2039e9
-    assert with_lora - without == pytest.approx(
-        32 * 4 * features * 2 * tokens / bandwidth, rel=2e-2
-    )  # and shards of A, B
+    inputs = 32 * 4 * features * 2 * tokens / bandwidth
+    assert with_lora - without == pytest.approx(inputs, rel=2e-2)  # and shards of A, B
     assert with_lora - shared == pytest.approx(32 * 4 * 3 * 4096 * 2 * tokens / bandwidth)
     assert with_qlora - with_lora == pytest.approx(4 * 2 * 2.6 * 32 * LAYER / bandwidth, rel=0.1)
 
@@ -170,15 +168,14 @@ class _Bytes(TorchDispatchMode):
 )
 def test_copies_of_weights_and_gradients_by_hand(plan, num_bytes):
     """Read and written per parameter: by PyTorch's `fully_shard`, or autocast. None on CPUs, whose layers have them."""
-    plan = replace(plan, precision=Precision(compute="bfloat16"))
+    plan = replace(plan, precision=BF16)
     assert copied_bytes(plan) == num_bytes
 
 
 def test_one_gpu_adds_gradients_up_before_it_reduces_them():
     one, every = (ParallelPlan(name, reduce_gradients=when, num_microbatches=64, micro_batch_size=4)
                   for name, when in (("zero1", "last"), ("zero2", "each")))  # fmt: skip
-    half = Precision(compute="bfloat16")
-    first, second = (step_of(replace(plan, precision=half), "1xH200").total for plan in (one, every))
+    first, second = (step_of(replace(plan, precision=BF16), "1xH200").total for plan in (one, every))
     assert first < second
 
 
@@ -204,30 +201,25 @@ def test_sharded_parameters_are_gathered_twice_and_reduced_once_for_each_microba
 
 def test_full_checkpointing_repeats_the_forward_pass_of_layers():
     plan, once = replace(FSDP, activation_checkpointing="full"), step_of()
-    tokens = 4 * 2 * 4096
-    rate = 0.87 * 312e12
+    tokens, rate = 4 * 2 * 4096, 0.87 * 312e12
     products = 2 * 32 * (LAYER - 4096 * 11008) * tokens / rate  # PyTorch stops before the last product of a layer
     attention = once.attention / (1 + 2.5 / 0.85)
     passes = 14 * 4096 + 3 * 11008 + 2 * (18 - 2) * 4096 + (10 - 2) * 64 * 128  # as above, not compiled
     memory = 32 * tokens * 2 * passes / 2039e9
-    assert step_of(plan).recompute == pytest.approx(products + attention + memory, rel=1e-4)
-    assert step_of(replace(plan, checkpoint_every=2)).recompute == pytest.approx(
-        (products + attention + memory) / 2, rel=1e-4
-    )
+    expected = products + attention + memory
+    assert step_of(plan).recompute == pytest.approx(expected, rel=1e-4)
+    assert step_of(replace(plan, checkpoint_every=2)).recompute == pytest.approx(expected / 2, rel=1e-4)
     assert once.recompute == 0
-    to_the_end = estimate_time(
-        LLAMA, replace(plan, sequence_len=4096), CLUSTER, Software(recomputes_ends=True, fused=False), PLAIN
-    ).recompute
-    assert to_the_end == pytest.approx(products + attention + memory + 2 * 32 * 4096 * 11008 * tokens / rate, rel=1e-4)
+    to_the_end = estimate_time(LLAMA, plan, CLUSTER, Software(recomputes_ends=True, fused=False), PLAIN).recompute
+    assert to_the_end == pytest.approx(expected + 2 * 32 * 4096 * 11008 * tokens / rate, rel=1e-4)
 
 
 def test_tensor_parallelism_sends_hidden_states_eight_times_for_each_layer():
     plan = replace(FSDP, dp_shard=8, tp=8, sequence_parallel=True, micro_batch_size=1)
     once = 13e-6 + 2 * 4096 * 4096 * 7 / 8 / 232e9  # inside a machine
     assert step_of(plan).exposed_communication["tp"] == pytest.approx(4 * 32 * 8 * once)
-    assert step_of(plan).matmul == pytest.approx(
-        step_of().matmul / 16, rel=1e-3
-    )  # an eighth of it, for half of the sequences
+    # an eighth of it, for half of the sequences
+    assert step_of(plan).matmul == pytest.approx(step_of().matmul / 16, rel=1e-3)
 
 
 @pytest.mark.parametrize(("policy", "whole", "divided"), [("none", 8, 8), ("selective", 8, 8), ("full", 10, 11)])
@@ -261,29 +253,24 @@ def test_attention_is_the_kernel_that_pytorch_chooses(devices, compute, kernel):
 )  # fmt: skip
 def test_attention_with_bounds_masks_or_dropout_is_not_that_of_cudnn(shape, fields, kernel):
     """As `choose_attention_kernel` of learn/engines/prepared_layers.py has it."""
-    plan = replace(FSDP, precision=Precision(compute="bfloat16"), **fields)
-    assert choose_software(shape, plan, parse_devices("8xH200")).attention == kernel
+    assert choose_software(shape, replace(FSDP, **fields), parse_devices("8xH200")).attention == kernel
 
 
 def test_attention_that_keeps_documents_apart_is_charged_at_the_slower_kernel():
     """335 of 989 TFLOP/s on an H100, and 0.6 of them (Shah et al. 2024)."""
-    plan = replace(FSDP, precision=Precision(compute="bfloat16"))
-    cluster = parse_devices("8xH100")
-    whole, apart = (
-        estimate_time(LLAMA, replace(plan, documents_apart=is_apart), cluster).attention for is_apart in (False, True)
-    )
+    plans, cluster = (FSDP, replace(FSDP, documents_apart=True)), parse_devices("8xH100")
+    whole, apart = (estimate_time(LLAMA, plan, cluster).attention for plan in plans)
     assert apart / whole == pytest.approx(0.60 / 0.34)
 
 
 def test_windows_are_computed_by_flash_attention_which_skips_what_they_hide():
     """Half of the layers with a window of a quarter: 1/4 (2 - 1/4) = 7/16 of the scores, at 0.34 of the peak."""
-    plan, cluster = replace(FSDP, precision=Precision(compute="bfloat16")), parse_devices("8xH100")
-    parts = replace(LLAMA.parts, window=plan.sequence_len // 4, windowed=0.5)
-    whole = estimate_time(LLAMA, plan, cluster).attention
-    windowed = estimate_time(replace(LLAMA, parts=parts), plan, cluster).attention
+    cluster, parts = parse_devices("8xH100"), replace(LLAMA.parts, window=4096 // 4, windowed=0.5)
+    whole = estimate_time(LLAMA, FSDP, cluster).attention
+    windowed = estimate_time(replace(LLAMA, parts=parts), FSDP, cluster).attention
     assert windowed / whole == pytest.approx(0.5 + 0.5 * 7 / 16 * 0.60 / 0.34)
-    wide = replace(LLAMA, parts=replace(parts, window=2 * plan.sequence_len))
-    assert estimate_time(wide, plan, cluster).attention / whole == pytest.approx(0.5 + 0.5 * 0.60 / 0.34)
+    wide = replace(LLAMA, parts=replace(parts, window=2 * 4096))
+    assert estimate_time(wide, FSDP, cluster).attention / whole == pytest.approx(0.5 + 0.5 * 0.60 / 0.34)
 
 
 @pytest.mark.parametrize(("compile", "kept", "kernel"), [
@@ -291,15 +278,13 @@ def test_windows_are_computed_by_flash_attention_which_skips_what_they_hide():
 ])  # fmt: skip
 def test_soft_capped_attention_is_eager_in_layers_that_are_compiled_and_checkpointed(compile, kept, kernel):
     """As `choose_attention_kernel` takes it; a Gemma 2 of 2 billion parameters."""
-    plan = replace(FSDP, precision=Precision(compute="bfloat16"), compile=compile, activation_checkpointing=kept)
+    plan = replace(FSDP, compile=compile, activation_checkpointing=kept)
     assert choose_software(GEMMA2, plan, parse_devices("8xH200")).attention == kernel
 
 
 def test_eager_soft_capped_attention_needs_memory_for_the_scores_of_a_layer():
-    plan = replace(FSDP, precision=Precision(compute="bfloat16"), activation_checkpointing="full")
-    flex, eager = (
-        estimate_memory(GEMMA2, replace(plan, compile=each, sequence_len=8192), "cuda").total for each in (False, True)
-    )
+    plan = replace(FSDP, activation_checkpointing="full", sequence_len=8192)
+    flex, eager = (estimate_memory(GEMMA2, replace(plan, compile=each), "cuda").total for each in (False, True))
     scores = 8192**2 * GEMMA2.num_heads * plan.micro_batch_size * (2 + 4 + 2)  # bf16, the fp32 softmax, and its cast
     assert eager - flex == pytest.approx(scores, rel=0.1)
 
@@ -335,21 +320,18 @@ def test_the_parts_of_a_step_add_up_and_the_largest_limits_it():
 
 def test_replicas_that_train_apart_send_once_in_many_steps():
     apart = replace(PAIR, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
-    every = estimate_time(LLAMA, replace(PAIR, dp_replicate=16), parse_devices("16xA100-80"), rates=PLAIN)
-    found = estimate_time(LLAMA, apart, parse_devices("16xA100-80"), rates=PLAIN)
-    assert found.exposed_communication["dp"] == pytest.approx(every.exposed_communication["dp"] / 50)
+    every = between(replace(PAIR, dp_replicate=16), devices="16xA100-80")
+    assert between(apart, devices="16xA100-80") == pytest.approx(every / 50)
 
 
-PAIR = ParallelPlan("ddp", sequence_len=4096, micro_batch_size=2, precision=Precision(compute="bfloat16"))
+PAIR = ParallelPlan("ddp", sequence_len=4096, micro_batch_size=2, precision=BF16)
 MACHINES = "16xA100-80@nvlink3,ib200"
 ALL = 32 * (LAYER + 2 * 4096) + 2 * 32000 * 4096 + 4096
 
 
 def between(plan, rates=PLAIN, devices=MACHINES):
     """The exposed communication between copies of the model."""
-    return estimate_time(
-        LLAMA, replace(plan, sequence_len=4096), parse_devices(devices), rates=rates
-    ).exposed_communication["dp"]
+    return step_of(plan, devices, rates).exposed_communication["dp"]
 
 
 def test_gradients_are_also_summed_inside_replicas():
@@ -370,9 +352,8 @@ def test_compressed_gradients_are_not_sent_beside_the_backward_pass():
 @pytest.mark.parametrize(("staleness", "pushed"), [(0, 4), (0, 2), (4, 4)])
 def test_the_link_of_a_parameter_server_is_what_a_step_waits_for(staleness, pushed):
     """15 workers send it half of the gradients and get half of the weights, through a link of 24 GB/s."""
-    sync = SyncPlan(
-        name="parameter_server", servers=2, max_staleness=staleness, method="none" if pushed == 4 else "bf16"
-    )
+    method = "none" if pushed == 4 else "bf16"
+    sync = SyncPlan(name="parameter_server", servers=2, max_staleness=staleness, method=method)
     gradients, weights = (size * ALL / 2 * 15 / 24e9 for size in (pushed, 4))
     seconds = gradients + weights if staleness == 0 else max(gradients, weights)
     assert between(replace(PAIR, num_replicas=16, sync=sync)) == pytest.approx(seconds + 2 * 30e-6)
@@ -391,15 +372,13 @@ def test_local_sgd_pays_below_the_speed_that_its_formula_gives():
     rest = step.total - step.communication
     speed = find_payoff(LLAMA, plan, cluster)
     link = Link("", speed / 8, 30e-6, "")
-    ours, theirs = (
-        estimate_time(LLAMA, each, cluster, between=Links(link, link)).total for each in (plan, without_sync(plan))
-    )
+    plans, links = (plan, without_sync(plan)), Links(link, link)
+    ours, theirs = (estimate_time(LLAMA, each, cluster, between=links).total for each in plans)
     assert ours / theirs == pytest.approx(0.9, abs=1e-3)
     whole = 2 * 32 * (4 * 30e-6 + 4 * ALL / 32 * 15 / 16 / (speed / 8))
     assert ours == pytest.approx(rest + whole / 50)
-    assert f"at least 10% where the links between replicas have less than {speed / 1e9:.3g} Gbit/s" in describe_payoff(
-        LLAMA, plan, cluster
-    )
+    line = f"at least 10% where the links between replicas have less than {speed / 1e9:.3g} Gbit/s"
+    assert line in describe_payoff(LLAMA, plan, cluster)
 
 
 def test_a_plan_says_where_a_way_to_agree_never_pays():
@@ -411,9 +390,7 @@ def test_a_plan_says_where_a_way_to_agree_never_pays():
 
 
 def test_a_pipeline_estimates_its_slowest_rank():
-    plan = ParallelPlan(
-        "pp", pp=4, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16, precision=Precision(compute="bfloat16")
-    )
+    plan = ParallelPlan("pp", pp=4, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16, precision=BF16)
     found, whole = step_of(plan, "4xA100-80"), step_of(replace(FSDP, dp_shard=1, micro_batch_size=1), "1xA100-80")
     head = 6 * 4096 * 32000 * 4096 / (0.87 * 312e12)
     assert found.matmul == pytest.approx(whole.matmul + 12 * head)
@@ -479,9 +456,6 @@ def test_a_device_of_unknown_speed_is_refused():
 
 
 def test_more_bandwidth_is_never_slower():
-    fast, slow = (
-        replace(parse_devices("64xA100-80"), links=Links(Link("a", speed, 1e-6, ""), Link("b", speed / 10, 1e-6, "")))
-        for speed in (300e9, 30e9)
-    )
-    times = [estimate_time(LLAMA, FSDP, each, rates=GPU_RATES).total for each in (fast, slow)]
+    fast, slow = (Links(Link("a", speed, 1e-6, ""), Link("b", speed / 10, 1e-6, "")) for speed in (300e9, 30e9))
+    times = [estimate_time(LLAMA, FSDP, replace(CLUSTER, links=each), rates=GPU_RATES).total for each in (fast, slow)]
     assert times[0] < times[1]

@@ -305,36 +305,37 @@ def test_templates_with_wrong_targets_are_refused(tokenizer, tmp_path, text):
     assert str(caught.value).startswith("data.chat_template=")
 
 
-def test_missing_tokens_and_templates_are_named(tmp_path):
-    plain = train_tokenizer([TEXT], 400)
-    with pytest.raises(
-        ConfigError, match=r"requires <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"
-    ):
-        build(plain, chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"neither a named template .chatml, llama3"):
-        build(plain, chat_template="chatlm")
-    with pytest.raises(ConfigError, match=r"has conversations \(messages\).* set data\.chat_template to chatml"):
-        build(plain)
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        ("messages", {"chat_template": "chatml"},
+         r"requires <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"),
+        ("messages", {"chat_template": "chatlm"}, r"neither a named template .chatml, llama3"),
+        ("messages", {}, r"has conversations \(messages\).* set data\.chat_template to chatml"),
+        ("preference", {}, r"objective\.name=dpo"),
+        ("messages", {"answers": "pairs"},
+         r"compares two answers, but the data has messages; give records with chosen and rejected \(and the prompt in "
+         r"one of prompt, question, .*with messages and rejected_response"),
+        ("preference", {"answers": "judged"},
+         r"objective\.name=kto trains on judged answers, but the data has preference.*label \(true or false\).*, or "
+         r"set objective\.name=dpo, orpo, simpo, cpo or reward for preferences \(chosen"),
+        ("unpaired_preference", {"answers": "pairs"}, r"compares two answers, but the data has unpaired_preference"),
+        ("unpaired_preference", {}, r"data has judged answers \(label\); set objective\.name=kto, or .*prompt_c"),
+    ],
+)  # fmt: skip
+def test_missing_tokens_and_templates_are_named(plain, format, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(plain, format, **options)
+
+
+@pytest.fixture
+def plain():
+    return train_tokenizer([TEXT], 400)
+
+
+def test_what_a_tokenizer_brings_decides(plain):
     with pytest.raises(ConfigError, match="ends a turn with the tokenizer's eos, but the tokenizer has none"):
         build(build_bytes_tokenizer(), "alpaca")
-    with pytest.raises(ConfigError, match=r"objective\.name=dpo"):
-        build(plain, "preference")
-    with pytest.raises(
-        ConfigError,
-        match="compares two answers, but the data has messages; give records with chosen and "
-        r"rejected \(and the prompt in one of prompt, question, .*with messages and rejected_response",
-    ):
-        build(plain, answers="pairs")
-    with pytest.raises(
-        ConfigError,
-        match=r"objective\.name=kto trains on judged answers, but the data has preference.*"
-        r"label \(true or false\).*, or set objective\.name=dpo, orpo, simpo, cpo or reward for preferences \(chosen",
-    ):
-        build(plain, "preference", answers="judged")
-    with pytest.raises(ConfigError, match=r"compares two answers, but the data has unpaired_preference"):
-        build(plain, "unpaired_preference", answers="pairs")
-    with pytest.raises(ConfigError, match=r"data has judged answers \(label\); set objective\.name=kto, or .*prompt_c"):
-        build(plain, "unpaired_preference")
     with pytest.raises(ConfigError, match=r"data\.train_on=last is for conversations"):
         build_instruction_encoding(InstructionOptions(train_on="last"), plain, [])
     plain.chat_template = NAMED_TEMPLATES["alpaca"].text

@@ -24,22 +24,14 @@ from echelon.learn.data.shards import TokenDataset
 from echelon.learn.data.source import PYTHON_STDLIB, Source
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.recipe.load import load_recipe
+from tests.unit.learn.data.test_corpus_writer import build_spec as build_corpus_spec
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
 
 
 def build_spec(tmp_path: Path, *paths: Path | str, **fields: object) -> PrepareSpec:
-    defaults: dict[str, object] = {
-        "validation": (),
-        "validation_fraction": 0.1,
-        "tokenizer": "bytes",
-        "checkpoint": None,
-        "prepared_dir": tmp_path / "prepared",
-        "sequence_len": 16,
-        "workers": 1,
-    }
-    train = tuple(Source(f"data.train[{index}]", str(path)) for index, path in enumerate(paths))
-    return PrepareSpec(train=train, **{**defaults, **fields})
+    sources = (Source(f"data.train[{index}]", str(path)) for index, path in enumerate(paths))
+    return build_corpus_spec(tmp_path, *sources, **{"validation_fraction": 0.1, **fields})
 
 
 def all_tokens(dataset) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon.ground.errors import ConfigError
-from echelon.learn.data.loader import Microbatch, positions_in_documents
+from echelon.learn.data.loader import positions_in_documents
 from echelon.learn.model import stage as stages
 from echelon.learn.model.parts import find_layers
 from echelon.learn.model.router import RouterTap, choose_router_loss
@@ -15,7 +15,7 @@ from echelon.learn.model.stage import Absent, cut, find_ends, find_shared, stage
 from echelon.learn.objectives.causal_lm import CausalLM
 from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
-from tests.families import EXTRA, random_batch, small_model
+from tests.families import EXTRA, microbatch_of, random_batch, small_model
 
 SIZES = (1, 2, 1)
 
@@ -62,9 +62,7 @@ def gradients_of(modules):
 
 
 def make_batch(**fields):
-    inputs, labels = random_batch()
-    ids = np.arange(len(inputs))
-    return Microbatch(inputs, labels, ids, ids, **fields)
+    return microbatch_of(*random_batch(), **fields)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -97,13 +97,19 @@ def test_blocks_at_the_edges_of_a_weight_may_be_smaller(tmp_path):
             assert read[row - 5, column] == expected.bfloat16()
 
 
+def quantize_again(folder):
+    """The folder's model under QLoRA, with its weights."""
+    skeleton, model = build_on_meta(load_config(str(folder))), build_on_meta(load_config(str(folder)))
+    apply_adapter(model, AdapterConfig(method="qlora", r=2, alpha=4))
+    materialize(model, "cpu")
+    PretrainedWeights(skeleton, folder).fill(model)
+    return model
+
+
 def test_what_quantizing_again_adds_is_measured(tmp_path):
     save_model(tmp_path, "llama")
     plain = quantize_folder(tmp_path, "fp8")
-    skeleton, model = build_on_meta(load_config(str(tmp_path))), build_on_meta(load_config(str(tmp_path)))
-    apply_adapter(model, AdapterConfig(method="qlora", r=2, alpha=4))
-    materialize(model, "cpu")
-    PretrainedWeights(skeleton, tmp_path).fill(model)
+    model = quantize_again(tmp_path)
     errors = {}
     for name, weight in plain.items():
         if name.endswith("proj.weight"):
@@ -119,8 +125,4 @@ def test_what_quantizing_again_adds_is_measured(tmp_path):
 
 def test_nothing_is_said_of_plain_weights(tmp_path):
     save_model(tmp_path, "llama")
-    skeleton, model = build_on_meta(load_config(str(tmp_path))), build_on_meta(load_config(str(tmp_path)))
-    apply_adapter(model, AdapterConfig(method="qlora", r=2, alpha=4))
-    materialize(model, "cpu")
-    PretrainedWeights(skeleton, tmp_path).fill(model)
-    assert describe_errors(model) is None
+    assert describe_errors(quantize_again(tmp_path)) is None

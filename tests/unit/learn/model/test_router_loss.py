@@ -29,7 +29,7 @@ from echelon.learn.objectives.objective import training_sums
 from echelon.learn.objectives.outputs import ObjectiveModule
 from echelon.learn.objectives.pairs import DPO
 from echelon.learn.parallel.kept_activations import checkpoint_activations
-from tests.families import random_batch, small_config, small_model
+from tests.families import microbatch_of, random_batch, small_config, small_model
 
 EXPERTS, CHOSEN = 8, 2
 
@@ -90,8 +90,7 @@ def test_the_difference_from_transformers_in_numbers():
 
 def packed(seed=0, num=2, length=32):
     inputs, labels = random_batch(num, length, seed=seed)
-    places = np.arange(num)
-    return Microbatch(inputs, labels, places, places, filled=torch.ones_like(labels, dtype=torch.bool))
+    return microbatch_of(inputs, labels, filled=torch.ones_like(labels, dtype=torch.bool))
 
 
 def moe(family="qwen3_moe", **fields):

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon.learn.objectives.loss
-from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives.causal_lm import CausalLM
@@ -24,15 +22,10 @@ from echelon.learn.objectives.loss import (
     loss_and_gradient,
 )
 from echelon.learn.objectives.outputs import ObjectiveModule
-from tests.families import EXTRA, random_batch, small_model
+from tests.families import EXTRA, microbatch_of, random_batch, small_model
 from tests.unit.tools.report.watch import Watch
 
 ARITHMETICS = [HeadArithmetic(), HeadArithmetic(0.5), HeadArithmetic(softcap=3.0), HeadArithmetic(0.5, 3.0)]
-
-
-def microbatch(inputs, labels):
-    ids = np.arange(len(inputs))
-    return Microbatch(inputs, labels, ids, ids)
 
 
 def gradients(model):
@@ -46,7 +39,7 @@ def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypa
     monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: chunk)
     model = small_model(family, tied)
     inputs, labels = random_batch()
-    loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
+    loss = ObjectiveModule(model)(microbatch_of(inputs, labels), CausalLM().loss_sum)
     loss.backward()
     ours = gradients(model)
 
@@ -65,14 +58,14 @@ def test_without_a_known_head_the_models_own_logits_give_the_loss():
     known = find_traits(model)
     assert known.arithmetic is not None
     chunked, whole = (ObjectiveModule(model, traits=each) for each in (known, replace(known, arithmetic=None)))
-    batch, read = microbatch(inputs, labels), CausalLM().loss_sum
+    batch, read = microbatch_of(inputs, labels), CausalLM().loss_sum
     assert whole(batch, read).item() == pytest.approx(chunked(batch, read).item(), rel=1e-6)
 
 
 def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
     model = small_model("llama")
     inputs, labels = random_batch()
-    loss = ObjectiveModule(model)(microbatch(inputs, torch.full_like(labels, -100)), CausalLM().loss_sum)
+    loss = ObjectiveModule(model)(microbatch_of(inputs, torch.full_like(labels, -100)), CausalLM().loss_sum)
     loss.backward()
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -258,7 +251,7 @@ def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32():
     module.of_chunk = lambda logits, *others: dtypes.append(logits.dtype) or of_chunk(logits, *others)
     inputs, labels = random_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = module(microbatch(inputs, labels), CausalLM().loss_sum)
+        loss = module(microbatch_of(inputs, labels), CausalLM().loss_sum)
         logits = model(input_ids=inputs).logits
     assert logits.dtype == torch.bfloat16
     expected = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from echelon.foreign.tensorflow.tensorflow_engine import TensorflowEngine
 from echelon.ground.errors import ConfigError
-from echelon.learn.data.loader import Microbatch
 from echelon.learn.model.parts import HeadArithmetic
 from echelon.learn.model.traits import find_traits
 from echelon.learn.objectives import loss as cross_entropy
@@ -20,7 +18,7 @@ from echelon.learn.objectives.loss import IGNORE, chunked_loss_sum, gradient_fac
 from echelon.learn.objectives.loss_function import chunked_function_sum
 from echelon.learn.objectives.objective import Objective, as_objective
 from echelon.learn.objectives.outputs import ObjectiveModule
-from tests.families import random_batch, small_model
+from tests.families import microbatch_of, random_batch, small_model
 from tests.unit.learn.objectives.test_loss import measure_peak
 from tests.unit.tools.report.watch import Watch
 
@@ -71,9 +69,7 @@ FUNCTIONS = [label_smoothing, z_loss, focal, distillation]
 
 
 def make_batch(seed=0):
-    inputs, labels = random_batch(length=20, seed=seed)
-    ids = np.arange(len(inputs))
-    return Microbatch(inputs, labels, ids, ids)
+    return microbatch_of(*random_batch(length=20, seed=seed))
 
 
 def make_extra():

@@ -22,7 +22,7 @@ from echelon.learn.objectives.outputs import ObjectiveModule, lay_out_rows
 from echelon.learn.objectives.pairs import DPO
 from echelon.planner.hardware.accelerators import Cluster
 from echelon.run.lifecycle.setup import prepare_run
-from tests.families import EXTRA, random_batch, small_model
+from tests.families import EXTRA, microbatch_of, random_batch, small_model
 from tests.parity.training import MACHINE
 from tests.unit.learn.objectives.pair_samples import PAIRS, module_of, pair_batch, scores_by_hand
 from tests.unit.recipe_samples import SMALL, load_text
@@ -160,8 +160,7 @@ def test_log_probabilities_equal_those_of_the_models_logits(family, monkeypatch)
     monkeypatch.setattr(echelon.learn.objectives.loss, "logits_chunk_tokens", lambda *_: 10)
     model, (inputs, labels) = small_model(family, tied=True), random_batch()
     weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(2))
-    ids = np.arange(len(inputs))
-    batch = Microbatch(inputs, labels, ids, ids)
+    batch = microbatch_of(inputs, labels)
     scores = ObjectiveModule(model)(batch, lambda outputs, read: outputs.log_probabilities(read.labels))
     (scores * weights).sum().backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

@@ -146,15 +146,18 @@ def test_what_happens_to_a_spare_is_told(caplog):
     ]
 
 
-def test_a_spare_takes_the_place_of_a_bad_machine():
-    group = Group("2+1")
-    group.come("a")
-    group.come("b", BAD)
+@pytest.mark.parametrize(
+    ("nodes", "first", "bad", "later"), [("2+1", "ab", "b", "c"), ("1:2", "a", "a", "b")], ids=["spare", "more"]
+)
+def test_another_one_takes_the_place_of_a_bad_machine(nodes, first, bad, later):
+    group = Group(nodes)
+    for host in first:
+        group.come(host, BAD if host == bad else SOUND)
     for _ in range(20):
         group.coordinator.look(frozenset())
     assert group.now == AttemptNews()
-    group.come("c")
-    assert group.look_until_answered() == {"a": True, "b": False, "c": True}
+    group.come(later)
+    assert group.look_until_answered() == {host: host != bad for host in first + later}
     assert group.now.spares == []
 
 
@@ -173,16 +176,6 @@ def test_a_machine_that_replaces_a_lost_one_of_a_quorum_takes_part():
     group.come("d")
     group.coordinator.look(frozenset("bc"))
     assert group.now.lost == {"b", "c"} and group.now.team == [("a", 1), ("d", 1)]
-
-
-def test_a_bad_first_machine_waits_for_others():
-    group = Group("1:2")
-    group.come("a", BAD)
-    for _ in range(20):
-        group.coordinator.look(frozenset())
-    assert group.now == AttemptNews()
-    group.come("b")
-    assert group.look_until_answered() == {"a": False, "b": True}
 
 
 def test_missing_gpus_refuse_the_job_even_if_bad_machines_may_train():

@@ -1,16 +1,14 @@
 """The OpenTelemetry tracker, whose requests a local server reads with the protocol's own messages."""
 
-import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import forwarder as forwarder_module
 from echelon.run.journal.trackers import start_trackers
 from tests.log_lines import LogLines
-from tests.unit.recipe_samples import SMALL, load_text
+from tests.unit.run.journal.trackers.tracked_run import create_run, write
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -66,16 +64,7 @@ def collector(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """A recipe with the tracker, and its run folder."""
-    recipe, _ = load_text(tmp_path, SMALL, f"run.dir={tmp_path / 'runs' / 'small'}", "track=[opentelemetry]")
-    folder = RunFolder(recipe.run.dir)
-    folder.create()
-    return recipe, folder
-
-
-def write(folder, *rows):
-    with folder.metrics_path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return create_run(tmp_path, "opentelemetry")
 
 
 def test_the_newest_rows_reach_the_collector(run, collector):

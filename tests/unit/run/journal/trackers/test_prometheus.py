@@ -16,6 +16,7 @@ from echelon.run.journal.trackers import start_trackers
 from echelon.run.training.metrics import GpuLoad, StepMetrics, train_row
 from tests.log_lines import LogLines
 from tests.unit.recipe_samples import SMALL, load_text
+from tests.unit.run.journal.trackers.tracked_run import create_run, write
 from tests.waiting import wait_until
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -25,16 +26,7 @@ DASHBOARD = Path(__file__).parents[5] / "docs" / "grafana-dashboard.json"
 
 @pytest.fixture
 def run(tmp_path):
-    """A recipe with the tracker, and its run folder."""
-    recipe, _ = load_text(tmp_path, SMALL, f"run.dir={tmp_path / 'runs' / 'small'}", "track=[prometheus]")
-    folder = RunFolder(recipe.run.dir)
-    folder.create()
-    return recipe, folder
-
-
-def write(folder, *rows):
-    with folder.metrics_path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return create_run(tmp_path, "prometheus")
 
 
 def scrape(address):
