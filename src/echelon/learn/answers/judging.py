@@ -242,10 +242,10 @@ class AnswerJudge:
         return describe_rewards(self._learner.recipe, rewards, dict(zip(judged.parts, parts, strict=True)))
 
     def close(self) -> None:
-        """End the processes."""
-        for process in (self._rewards, self._environments):
-            if process is not None:
-                process.close()
+        """End the processes, and those of a sampler that has a `close`."""
+        for process in (self._rewards, self._environments, self._sampler):
+            if (close := getattr(process, "close", None)) is not None:
+                close()
         self._rewards = self._environments = None
 
 
