@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy.stats import chisquare
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from echelon.ground.sockets import find_free_port
 from echelon.learn.answers.sampling import Sampling
-from echelon.learn.answers.vllm_sampler import VllmSampler
+from echelon.learn.answers.vllm_sampler import VllmConfig, VllmSampler, build_command, build_starter
 from echelon.learn.learner import Learner
 from echelon.recipe.load import load_recipe
 from echelon.run.folder.run_folder import RunFolder
@@ -131,12 +133,32 @@ def train(folder, nproc, *settings, kill_at=None):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "servers", "kill_at"),
-    [("ddp", 1, None), ("fsdp", 2, 2), ("{tp: 2}", 1, None), ("{pp: 2}", 1, None)],
-    ids=["ddp", "fsdp and one of two servers killed", "tp", "pp"],
+    ("parallel", "settings", "kill_at"),
+    [
+        ("ddp", [], None),
+        ("fsdp", ["rollout.vllm.servers=2"], 2),
+        ("{tp: 2}", ["rollout.lag=1"], None),
+        ("{pp: 2}", [], None),
+    ],
+    ids=["ddp", "fsdp and one of two servers killed", "tp a step ahead", "pp"],
 )
-def test_processes_train_on_its_answers(folder, parallel, servers, kill_at):
-    train(folder, 2, f"parallel={parallel}", f"rollout.vllm.servers={servers}", kill_at=kill_at)
+def test_processes_train_on_its_answers(folder, parallel, settings, kill_at):
+    train(folder, 2, f"parallel={parallel}", *settings, kill_at=kill_at)
+
+
+def test_a_server_that_runs_already_gets_the_weights(folder):
+    """It has others at first. It is still there when the run has ended."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG, vocab_size=256)).save_pretrained("other")
+    port, log = find_free_port("127.0.0.1"), folder / "server.log"
+    config = VllmConfig(python=str(PYTHON), args={"enforce_eager": True}, env=ENVIRONMENT)
+    process = build_starter(build_command(config, folder / "other", port, "float32", 16), folder / "other", log)()
+    while "startup complete" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.5)
+    train(folder, 2, f"rollout.vllm.servers=[http://127.0.0.1:{port}]")
+    assert process.poll() is None
+    process.terminate()
+    process.wait()
 
 
 def test_the_only_server_is_started_again(folder):

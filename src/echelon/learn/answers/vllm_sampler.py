@@ -87,9 +87,7 @@ def _check_servers(value: Any) -> Any:
     is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
     urls = value if isinstance(value, list | tuple) else ()
     if not is_count and not (urls and all(isinstance(url, str) and _ADDRESS.fullmatch(url) for url in urls)):
-        raise PydanticCustomError(
-            "servers", "a number of servers, or a list of addresses such as http://127.0.0.1:8000"
-        )
+        raise PydanticCustomError("servers", "a number of servers, or a list of addresses such as http://10.0.0.1:8000")
     return value
 
 
@@ -259,13 +257,10 @@ class VllmSampler:
         from echelon.learn.model.build import build_on_meta
 
         self._learner, self._everyone = learner, learner.meshes.everyone
-        self._rank, self._data_ranks = (
-            dist.get_rank(self._everyone),
-            gather_objects(learner.meshes.data_rank, self._everyone),
-        )
+        self._rank = dist.get_rank(self._everyone)
+        self._data_ranks = gather_objects(learner.meshes.data_rank, self._everyone)
         self._config: VllmConfig = getattr(learner.recipe.rollout, "vllm", None) or VllmConfig()
         self._skeleton = build_on_meta(learner.config)
-        self._shapes = {name: tensor.shape for name, tensor in self._skeleton.state_dict().items()}
         self._version: int | None = None
         self._servers: list[VllmServer] = []
         self._folder: Path | None = None
@@ -424,16 +419,17 @@ class VllmSampler:
         import torch
         import torch.distributed as dist
 
+        from echelon.learn.checkpoint.export import stored_tensors
         from echelon.learn.model.sharding import whole
 
-        is_first, gathered = self._learner.meshes.is_first, {}
+        is_first, shapes, gathered = self._learner.meshes.is_first, stored_tensors(self._skeleton), {}
         for name in names:
             tensor = whole(state[name]) if name in state else torch.empty(0)
             if owners[name]:  # on another pipeline stage
                 if self._rank == owners[name]:
                     dist.send(tensor.float(), group_dst=0, group=self._everyone)
                 elif is_first:
-                    tensor = torch.empty(self._shapes[name], device=self._learner.device)
+                    tensor = torch.empty(shapes[name].shape, device=self._learner.device)
                     dist.recv(tensor, group_src=owners[name], group=self._everyone)
             if is_first:
                 gathered[name] = tensor.cpu()
