@@ -162,7 +162,7 @@ def test_a_server_that_runs_already_gets_the_weights(folder):
 
 
 def test_the_only_server_is_started_again(folder):
-    run = train(folder, 1, kill_at=2)
+    run = train(folder, 1, "fault.hang_seconds=15", kill_at=2)
     assert (run.path / "logs" / "vllm-0.log").read_text().count("Application startup complete") == 2
 
 

@@ -154,6 +154,7 @@ class AnswerJudge:
         if self._learner.recipe.rollout.environment is None:
             report("sampling answers")
             if self._sampler is not None and sampling.temperature:
+                self._sampler.report = report
                 rollouts: Rollouts = self._sampler.answer([prompt.ids for prompt in prompts], sampling)
                 return rollouts
             numbers = [prompt.number * sampling.num_samples for prompt in prompts]

@@ -264,6 +264,8 @@ class VllmSampler:
         self._version: int | None = None
         self._servers: list[VllmServer] = []
         self._folder: Path | None = None
+        self.report: Callable[[str], object] = lambda activity: None
+        """Called on every rank with what a wait is for, so that nobody takes it for a hang."""
         stack = ExitStack()
         self.close = weakref.finalize(self, _close, self._servers, stack)
         """Ends the servers that were started; also called when this is dropped, or the process exits."""
@@ -361,24 +363,25 @@ class VllmSampler:
             unready = [server.address for server in self._servers if server.version is None]
             self._on_first(partial(self._stop, unready))  # nobody reads the files while they are written
             self._write()
-        addresses: list[str] = self._on_first(partial(self._await_servers, version))
-        self._version = version
-        return addresses
-
-    def _await_servers(self, version: int) -> list[str]:
-        """Wait for a server that has the weights; before the first answers, for all."""
-        is_start, problems = self._version is None, dict[str, str | None]()
-        seconds = _REACH_SECONDS if is_start and self._config.urls else _START_SECONDS
-        deadline = time.monotonic() + seconds
-        while True:
-            ready = self._load(version, problems)
-            if len(ready) >= (len(self._servers) if is_start else 1):
-                return ready
-            if time.monotonic() > deadline:
-                late = next(server for server in self._servers if server.address not in ready)
-                problem = f"{late.address} was not ready within {seconds:g} seconds"
-                give_up(ConfigError, f"{problem} ({problems.get(late.address) or 'no answer'}); see {late.tell()}")
+        seconds = _REACH_SECONDS if self._version is None and self._config.urls else _START_SECONDS
+        deadline, problems = time.monotonic() + seconds, dict[str, str | None]()
+        while not (addresses := self._on_first(partial(self._look, version, deadline, problems))):
+            self.report("waiting for servers of vLLM")
             time.sleep(_LOOK_SECONDS)
+        self._version = version
+        return list(addresses)
+
+    def _look(self, version: int, deadline: float, problems: dict[str, str | None]) -> list[str]:
+        """Return the addresses of the servers that have the weights; none before a first answer of all of them."""
+        ready, is_start = self._load(version, problems), self._version is None
+        if len(ready) == len(self._servers) or (ready and not is_start):
+            return ready
+        if time.monotonic() > deadline:
+            late = next(server for server in self._servers if server.address not in ready)
+            reason = problems.get(late.address) or "no answer"
+            kind = ConfigError if is_start else TrainingError
+            give_up(kind, f"{late.address} was not ready in time ({reason}); see {late.tell()}")
+        return []
 
     def _load(self, version: int, problems: dict[str, str | None]) -> list[str]:
         """Have the servers that answer load the weights. Returns those that have them; notes why others have not."""
