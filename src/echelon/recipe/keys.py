@@ -54,7 +54,8 @@ def find_unknown_keys(data: Any, section: type[Section], path: KeyPath = ()) -> 
         fields = section_fields(section)
         for key, value in data.items():
             if key not in fields:
-                if not any(key in kind and key not in kind.own for kind in section.plugins):
+                kinds = [kind for kind in section.plugins if key in kind]
+                if all(key in kind.own and not hasattr(kind[key], "section") for kind in kinds):
                     yield (*path, key), section
             elif child := subsection(fields[key].annotation):
                 yield from find_unknown_keys(value, child, (*path, key))

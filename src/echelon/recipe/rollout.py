@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from echelon.recipe.key_limits import OnlyWith
-from echelon.recipe.names import REWARD_MODEL, EnvironmentName, Options, RewardName, SamplerName
-from echelon.recipe.section import Count, CountOrZero, Number, Positive, Section, expand_list, expand_name
+from echelon.recipe.names import REWARD_MODEL, SAMPLERS, EnvironmentName, Options, RewardName, SamplerName
+from echelon.recipe.section import Count, CountOrZero, Number, OpenSection, Positive, Section, expand_list, expand_name
 
 
 class EnvironmentConfig(Section):
@@ -35,10 +35,11 @@ _DRAWN = OnlyWith("objective.name", ("grpo",), also="objective.on_policy_fractio
 """On-policy distillation reads these too: each prompt has one answer, and nothing judges it."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(OpenSection):
     """The answers that the model gives in each step, on which it is then trained."""
 
     around = "rollout."
+    plugins = (SAMPLERS,)
 
     group_size: Annotated[Count, _JUDGED] = Field(
         8, description="answers to each prompt, which are compared with each other."
@@ -62,7 +63,7 @@ class RolloutConfig(Section):
     sampler: Annotated[SamplerName, _JUDGED] = Field(
         "native",
         description="what samples the answers of one turn: echelon, whose draws do not depend on the other answers, "
-        "or the sampler of another package.",
+        "servers of vLLM, or the sampler of another package.",
     )
     lag: Annotated[CountOrZero, Field(le=1), _JUDGED] = Field(
         0,

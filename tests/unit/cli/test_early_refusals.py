@@ -96,7 +96,7 @@ def test_numbers_out_of_range_are_errors_of_usage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["import echelon.run.lifecycle.early_checks", "import echelon.cli.commands.trained_models"]
+    "command", ["import echelon.run.lifecycle.model_checks", "import echelon.cli.commands.trained_models"]
 )
 def test_their_modules_import_no_torch(command):
     code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; {command}"

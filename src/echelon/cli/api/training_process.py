@@ -40,7 +40,7 @@ from echelon.ground.variables import read_environment
 from echelon.recipe.document import Recipe
 from echelon.recipe.load import build_recipe
 from echelon.recipe.render import recipe_mapping
-from echelon.run.lifecycle.early_checks import check_early
+from echelon.run.lifecycle.model_checks import check_early
 from echelon.run.supervise.agent import worker_argv
 from echelon.run.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
 from echelon.run.supervise.workers import workers_warmed

@@ -119,7 +119,7 @@ def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
 
 def _train_locally(recipe: "Recipe", num_processes: int | None, fresh: bool, here: int | None) -> "Outcome":
     """Train on this machine; `here`: the rank that runs in this process, in its terminal."""
-    from echelon.run.lifecycle.early_checks import check_early
+    from echelon.run.lifecycle.model_checks import check_early
     from echelon.run.supervise.workers import workers_warmed
 
     with ExitStack() as scopes:

@@ -154,6 +154,7 @@ class AnswerJudge:
         if self._learner.recipe.rollout.environment is None:
             report("sampling answers")
             if self._sampler is not None and sampling.temperature:
+                self._sampler.report = report
                 rollouts: Rollouts = self._sampler.answer([prompt.ids for prompt in prompts], sampling)
                 return rollouts
             numbers = [prompt.number * sampling.num_samples for prompt in prompts]
@@ -242,10 +243,10 @@ class AnswerJudge:
         return describe_rewards(self._learner.recipe, rewards, dict(zip(judged.parts, parts, strict=True)))
 
     def close(self) -> None:
-        """End the processes."""
-        for process in (self._rewards, self._environments):
-            if process is not None:
-                process.close()
+        """End the processes, and those of a sampler that has a `close`."""
+        for process in (self._rewards, self._environments, self._sampler):
+            if (close := getattr(process, "close", None)) is not None:
+                close()
         self._rewards = self._environments = None
 
 

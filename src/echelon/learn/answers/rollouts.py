@@ -52,6 +52,8 @@ class Rollouts:
     """The number of answers of the rank that has most. Batches are filled up to it by sequences without targets."""
     played: Played | None = None
     """What an environment did in these answers; None without one."""
+    versions: Sequence[int] = ()
+    """Of each answer: the updates of the weights that a sampler apart has drawn it with; empty without one."""
 
     def batch(
         self,

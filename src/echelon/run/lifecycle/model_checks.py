@@ -15,6 +15,9 @@ from echelon.ground.run_files import is_run
 from echelon.ground.sizes import render_bytes
 from echelon.ground.stored import read_json
 from echelon.learn.data.mixture import divide_slots
+from echelon.learn.data.prepare_spec import prepare_spec
+from echelon.learn.data.shared_folders import is_given
+from echelon.learn.data.source import find_absent
 from echelon.learn.model.model_folder import find_config_folder, find_model_dir
 from echelon.learn.model.stored_format import StoredFormat, find_stored_format, without_settings
 from echelon.planner.adapter_plan import check_adapter_shape, check_packages
@@ -26,6 +29,7 @@ from echelon.recipe.document import Recipe
 from echelon.recipe.inputs import AdapterConfig, TrainedTokenizerConfig
 from echelon.recipe.load import load_recipe
 from echelon.recipe.names import ENGINES, NATIVE
+from echelon.run.folder.open_run import check_folder
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.journal.trackers import check_trackers
 from echelon.run.lifecycle.extension_checks import describe_extensions
@@ -495,3 +499,21 @@ def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[st
     if not isinstance(fields, dict):
         raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
     return fields
+
+
+def check_early(recipe: Recipe, fresh: bool) -> None:
+    """Check the run folder, the paths of the text and the shape of a new model, before torch is imported.
+
+    `prepare_run` checks all of this again, with what takes longer, once it holds the lock. Raises ConfigError,
+    DataError or PlanError, naming the key.
+    """
+    check_folder(recipe, fresh)
+    folder = RunFolder(Path(recipe.run.dir))
+    if folder.is_finished() and not fresh:
+        return
+    spec = prepare_spec(recipe)
+    if not is_given(spec):
+        for error in find_absent((*spec.train, *spec.validation)):
+            raise error
+    if fresh or not folder.recipe_path.exists():
+        check_counted(recipe)

@@ -11,7 +11,7 @@ from echelon.launch.sagemaker.launcher import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
 from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
-from echelon.run.lifecycle.early_checks import check_early
+from echelon.run.lifecycle.model_checks import check_early
 from tests.unit.launch.sagemaker.sagemaker_jobs import make_job
 from tests.unit.recipe_samples import RECIPE
 

@@ -66,7 +66,7 @@ class Job:
         address, port = json.loads(self.machines[1].now.call)
         self.board = MembershipStore(TCPStore(address, port, timeout=timedelta(seconds=60), wait_for_workers=False))
 
-    def wait_until(self, holds):
+    def until(self, holds):
         """Let the machines do what is due until something holds."""
 
         def look():
