@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import ScriptObject
+from torch._library.custom_ops import OPDEFS
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,6 +133,9 @@ class TrafficCounter(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor runs first, on local tensors, and calls the collectives
         name = function.__name__.split(".")[0]
+        if function.namespace == "echelon":
+            with self:  # it sends
+                return OPDEFS[function._schema.name]._init_fn(*args)
         if function.namespace == "c10d":
             size = max(map(_size, _tensors(args)))
             self.bytes[name] += size

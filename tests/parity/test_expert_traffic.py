@@ -27,9 +27,9 @@ class Payloads(TorchDispatchMode):
         self.found = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.namespace == "c10d":
-            name = operation.__name__.split(".")[0]
-            tensor = args[1] if name == "alltoall_base_" else args[0]
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            name = operation.__name__.split(".")[0].replace("all_to_all_single", "alltoall_base_")
+            tensor = args[1] if operation is torch.ops.c10d.alltoall_base_.default else args[0]
             if isinstance(tensor, torch.Tensor):
                 self.found[name, tensor.numel() * tensor.element_size()] += 1
         return operation(*args, **(kwargs or {}))
