@@ -122,7 +122,8 @@ def find_saved(model: Any, adapter: "AdapterConfig") -> dict[str, nn.Module]:
     Raises:
         ConfigError: a name of `modules_to_save` does not match a leaf module with weights.
     """
-    leaves = {name: module for name, module in model.named_modules() if _has_weights_alone(module)}
+    owners = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    leaves = {name: module for name, module in owners.items() if not list(module.children())}
     ends = sorted({name.rpartition(".")[2] for name in leaves})
     for target in adapter.modules_to_save:
         if target not in ends:
@@ -138,11 +139,6 @@ def find_saved(model: Any, adapter: "AdapterConfig") -> dict[str, nn.Module]:
     return {
         name: module for name, module in leaves.items() if any(id(weight) in weights for weight in module.parameters())
     }
-
-
-def _has_weights_alone(module: nn.Module) -> bool:
-    """Whether a module has weights and no submodules."""
-    return bool(list(module.parameters(recurse=False))) and not list(module.children())
 
 
 def _vocabulary_modules(model: Any) -> list[str]:
@@ -360,12 +356,10 @@ def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = No
         weight = layer.get_base_layer().weight
         full = whole(weight)
         a, b = _principal_part(layer, full.to(frozen_dtype or full.dtype))
-        for target, content in (
-            (layer.lora_A["default"].weight, a),
-            (layer.lora_B["default"].weight, b),
-            (weight, full.float() - _product(layer, a, b)),
-        ):
-            write_part(target, content)
+        product = layer.scaling["default"] * (b @ a)
+        write_part(layer.lora_A["default"].weight, a)
+        write_part(layer.lora_B["default"].weight, b)
+        write_part(weight, full.float() - (product.T if layer.fan_in_fan_out else product))
         parts[name] = (a.cpu(), b.cpu())
     return parts
 
@@ -375,12 +369,6 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-
-
-def _product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Return what the adapter adds to the weight, in the weight's layout."""
-    product: Tensor = layer.scaling["default"] * (b @ a)
-    return product.T if layer.fan_in_fan_out else product
 
 
 def _principal_part(layer: Any, weight: Any) -> tuple[Tensor, Tensor]:
