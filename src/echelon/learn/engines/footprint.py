@@ -17,7 +17,7 @@ from echelon.learn.model.sharding import local_part
 from echelon.planner.memory_parts import MemoryParts
 
 # Moments of a microbatch: before the layers run, when the last hidden states are there, and when their gradient is.
-_MOMENTS = _BEGIN, _HIDDEN, _LOSS = "begin", "hidden", "loss"
+_BEGIN, _HIDDEN, _LOSS = "begin", "hidden", "loss"
 _END = "end"
 _MARK = "echelon memory: "
 

@@ -113,7 +113,11 @@ def _choose(
         skeleton.set_attn_implementation(VARLEN)
         traits = _agree_on_traits(skeleton, length, meshes)
         if traits.mask == "lengths" and traits.skips_mask:
-            return traits, _choose_flash_3(skeleton, recipe, dtype, meshes, device)
+            has_flash_3 = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
+            if _agree(has_flash_3, meshes):
+                return traits, _FLASH_3
+            deactivate_flash_3()
+            return traits, None
         skeleton.set_attn_implementation(default)
     has_cap = default == "eager" and get_softcap(skeleton.config) is not None
     if has_cap and device.type == "cuda":
@@ -141,17 +145,6 @@ def _keep(skeleton: PreTrainedModel, length: int, meshes: Meshes) -> Traits:
     traits = _agree_on_traits(skeleton, length, meshes)
     apply_plain_causal(skeleton, traits)
     return traits
-
-
-def _choose_flash_3(
-    skeleton: PreTrainedModel, recipe: Recipe, dtype: torch.dtype, meshes: Meshes, device: torch.device
-) -> str | None:
-    """Have the flash kernels be those of version 3 if all ranks can; return the line for the user. Collective."""
-    has_flash_3 = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
-    if _agree(has_flash_3, meshes):
-        return _FLASH_3
-    deactivate_flash_3()
-    return None
 
 
 def choose_liger(

@@ -80,8 +80,7 @@ def build_on_meta(
         ConfigError: `transformers` does not have the model, activation, attention or rotary embedding.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    attention = choose_attention(config, attn_implementation)
-    if attention is not None:
+    if (attention := choose_attention(config, attn_implementation)) is not None:
         options["attn_implementation"] = attention
     try:
         with torch.device("meta"):

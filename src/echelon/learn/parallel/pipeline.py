@@ -263,7 +263,6 @@ class Pipeline(SendsWhole, ForwardBackward):
         return self._clock.waiting_share()
 
     def _run_scheduled(self, microbatches: Sequence[Microbatch]) -> None:
-        """Run the step by the plan's schedule."""
         count, shape = len(microbatches), _shape_of(microbatches)
         if (count, *shape) not in self._schedules:
             self._schedules[(count, *shape)] = self._build_schedule(count, shape)
@@ -284,8 +283,7 @@ class Pipeline(SendsWhole, ForwardBackward):
         stages = [self._build_stage(part, shape) for part in self._parts]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._weigh, "scale_grads": False}
         if self._schedule_name in _SINGLE:
-            [stage] = stages
-            return _SINGLE[self._schedule_name](stage, **options)
+            return _SINGLE[self._schedule_name](*stages, **options)
         return _SEVERAL[self._schedule_name](stages, **options)
 
     def _build_stage(self, part: StagePart, shape: tuple[int, ...]) -> _ScheduledStage:
