@@ -119,8 +119,7 @@ def _choose(
             deactivate_flash_3()
             return traits, None
         skeleton.set_attn_implementation(default)
-    has_cap = default == "eager" and get_softcap(skeleton.config) is not None
-    if has_cap and device.type == "cuda":
+    if default == "eager" and device.type == "cuda" and get_softcap(skeleton.config) is not None:
         return _choose_flex(skeleton, plan, length, meshes, device)
     return _keep(skeleton, length, meshes), None
 

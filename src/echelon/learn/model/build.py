@@ -118,11 +118,6 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
             setattr(module.get_submodule(path), leaf, module.get_parameter(first))
 
 
-def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter once, by its HF name; a tied weight appears under its first name."""
-    return dict(model.named_parameters())
-
-
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to a checkpoint, by name."""
     stored = model.state_dict(keep_vars=True).keys()

@@ -74,8 +74,7 @@ class Context:
             return self._rings[self._is_divided](*inputs, scale, mask, options.get("s_aux"))
         if options.get("s_aux") is not None:
             raise NotImplementedError("its attention has sinks, for which there is cp_method: ring")
-        output: Tensor = self._exchange(module, query, key, value, mask, **options)
-        return output
+        return self._exchange(module, query, key, value, mask, **options)
 
     def _exchange(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any

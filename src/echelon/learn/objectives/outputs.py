@@ -148,17 +148,14 @@ class DecoderOutputs:
         """Return outputs of the model, [rows, width, dim], for each position of the microbatch, [batch, seq, dim]."""
         return values if self._rows is None else self._rows.collect(values)
 
-    @cached_property
-    def _rows_inflow(self) -> Inflow | None:
-        if self._inflow is None or self._rows is None:
-            return self._inflow
-        return Inflow(self._inflow.inlet, self._rows.spread(self._inflow.hidden))
-
     def _run(self, module: nn.Module) -> Any:
         context = self._context if self._batch.part is None else None
+        inflow = self._inflow
+        if inflow is not None and self._rows is not None:
+            inflow = Inflow(inflow.inlet, self._rows.spread(inflow.hidden))
         tapped = nullcontext(self._router_logits) if self._tap is None else self._tap.collecting()
         with nullcontext() if context is None else context.whole(), tapped as self._router_logits:
-            return run_stage(module, self._rows_inflow, **self._inputs)
+            return run_stage(module, inflow, **self._inputs)
 
     def router_loss_sum(self, token_weights: Tensor) -> Tensor:
         """Return the weighted sum of the sequences' balance losses, averaged over routers: an fp32 scalar.
