@@ -163,8 +163,7 @@ def choose_liger(
         return False, None
     num_tokens = min(plan.micro_batch_size * recipe.data.sequence_len, _MOST_TOKENS)
     here = find_obstacle(skeleton, device, getattr(torch, plan.precision.compute), num_tokens)
-    obstacles = gather_objects(here, meshes.everyone)
-    why = next((obstacle for obstacle in obstacles if obstacle is not None), None)
+    why = next((obstacle for obstacle in gather_objects(here, meshes.everyone) if obstacle is not None), None)
     return why is None, LIGER if why is None else f"kernels: PyTorch's, because {why}"
 
 

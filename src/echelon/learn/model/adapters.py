@@ -122,8 +122,7 @@ def find_saved(model: Any, adapter: "AdapterConfig") -> dict[str, nn.Module]:
     Raises:
         ConfigError: a name of `modules_to_save` does not match a leaf module with weights.
     """
-    owners = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    leaves = {name: module for name, module in owners.items() if not list(module.children())}
+    leaves = {name: module for name, module in model.named_modules() if _has_weights_alone(module)}
     ends = sorted({name.rpartition(".")[2] for name in leaves})
     for target in adapter.modules_to_save:
         if target not in ends:
@@ -139,6 +138,11 @@ def find_saved(model: Any, adapter: "AdapterConfig") -> dict[str, nn.Module]:
     return {
         name: module for name, module in leaves.items() if any(id(weight) in weights for weight in module.parameters())
     }
+
+
+def _has_weights_alone(module: nn.Module) -> bool:
+    """Whether a module has weights and no submodules."""
+    return bool(list(module.parameters(recurse=False))) and not list(module.children())
 
 
 def _vocabulary_modules(model: Any) -> list[str]:
