@@ -189,8 +189,7 @@ class Learner(ModelPasses):
 
         None: the recipe's `optim.max_grad_norm`; math.inf only measures. The norm is of the whole model. Collective.
         """
-        limit = self.recipe.optim.max_grad_norm if max_norm is None else max_norm
-        self._norm = self.engine.clip(limit)
+        self._norm = self.engine.clip(self.recipe.optim.max_grad_norm if max_norm is None else max_norm)
         return self._norm
 
     def step(self, learning_rate: float, commit: Tensor | None = None) -> None:

@@ -20,7 +20,7 @@ from echelon.learn.checkpoint.fill import load_alone, read_metadata
 from echelon.learn.checkpoint.folder import check_empty, checkpoint_of
 from echelon.learn.checkpoint.model_card import render_card
 from echelon.learn.checkpoint.out_folder import check_weights, writing_explained, written_folder
-from echelon.learn.model.build import parameter_names, persistent_buffers
+from echelon.learn.model.build import persistent_buffers
 from echelon.learn.model.conversion import Conversion, conversions_to_files
 from echelon.learn.model.model_folder import run_model_dir
 
@@ -146,7 +146,7 @@ def _file_groups(skeleton: PreTrainedModel, dtype: torch.dtype) -> Iterator[list
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a checkpoint has of a model that was trained whole, by name."""
-    return {**parameter_names(model), **persistent_buffers(model)}
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def _load_tensors(checkpoint: Path, skeleton: PreTrainedModel, names: list[str]) -> dict[str, Tensor]:

@@ -224,7 +224,7 @@ def build_mesh(plan: ParallelPlan, device_type: str, is_one_machine: bool = True
         place=place,
         shard=None if world is None else world["dp_replicate", "shard"] if plan.dp_replicate > 1 else world["shard"],
         tp=world["tp"] if world is not None and plan.tp > 1 else None,
-        experts=None if world is None else _divide_shards(world, plan),
+        experts=None if world is None or plan.ep == 1 else _divide_shards(world, plan),
         loss=_find_group(grid, LOSS_AXES, world),
         everyone=dist.new_group(backend="gloo", group_desc="everyone") if needs_hosts else dist.group.WORLD,
         outer=_find_group(grid, ("replica",), world) if several else None,
@@ -259,10 +259,8 @@ def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh 
     return DeviceMesh(device_type, grid.table(tuple(kept.values())), mesh_dim_names=tuple(kept))
 
 
-def _divide_shards(world: DeviceMesh, plan: ParallelPlan) -> DeviceMesh | None:
+def _divide_shards(world: DeviceMesh, plan: ParallelPlan) -> DeviceMesh:
     """Divide the axis `shard` into [efsdp, ep], between dp_replicate and tp. All DTensors share the root mesh."""
-    if plan.ep == 1:
-        return None
     sizes = (world["shard"].size() // plan.ep, plan.ep)
     before = ("dp_replicate",) if plan.dp_replicate > 1 else ()
     after = ("tp",) if plan.tp > 1 else ()

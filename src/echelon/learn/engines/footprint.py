@@ -5,7 +5,6 @@ Nothing is measured in the steps of a run: an engine measures its rehearsal.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from echelon.learn.model.sharding import local_part
 from echelon.planner.memory_parts import MemoryParts
 
 # Moments of a microbatch: before the layers run, when the last hidden states are there, and when their gradient is.
-_MOMENTS = _BEGIN, _HIDDEN, _LOSS = "begin", "hidden", "loss"
+_BEGIN, _HIDDEN, _LOSS = "begin", "hidden", "loss"
 _END = "end"
 _MARK = "echelon memory: "
 
@@ -39,9 +38,7 @@ class _Allocations(Protocol):
 
     def __enter__(self) -> object: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: Any) -> None: ...
 
     def mark(self, name: str) -> None:
         """Note this moment."""
@@ -83,11 +80,9 @@ class HostAllocations(_Allocations):
         self._profiler.__enter__()
 
     @override
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profiler.__exit__(kind, error, trace)
-        if error is not None:
+    def __exit__(self, *error: Any) -> None:
+        self._profiler.__exit__(*error)
+        if error[0] is not None:
             return
         held = peak = 0
         for event in sorted(self._profiler.kineto_results.events(), key=lambda event: event.start_ns()):

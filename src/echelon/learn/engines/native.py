@@ -71,7 +71,10 @@ class NonFiniteProbe:
         for place, name in _not_finite(self._outputs):
             return NonFinite(0, self._number(name, place), name)
         if not bool(torch.isfinite(loss)):
-            return NonFinite(1, 0, self._name_head())
+            # The head may have no hook call: the chunked loss uses its weight directly.
+            head = self._decoder.get_output_embeddings()
+            names = (name for name, module in self._decoder.named_modules() if module is head)
+            return NonFinite(1, 0, next(names, "the model's head"))
         for place, name in _not_finite(self._gradients):
             return NonFinite(2, self._number(name, place, is_backward=True), name)
         gradients = {
@@ -96,12 +99,6 @@ class NonFiniteProbe:
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
         self._gradients.append((name, _is_finite(gradient)))
-
-    def _name_head(self) -> str:
-        """Return the head's name. It may have no hook call: the chunked loss uses its weight directly."""
-        head = self._decoder.get_output_embeddings()
-        names = (name for name, module in self._decoder.named_modules() if module is head)
-        return next(names, "the model's head")
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
@@ -388,8 +385,7 @@ class NativeEngine(Engine):
         has_adapter = any(plain_name(name) is None for name in parameters)
         stored = self.trained if has_adapter else parameters
         state = {f"model.{name}": parameter.detach() for name, parameter in stored.items()}
-        for name, tensor in self.optimizer.tensors():
-            state[f"optimizer.{name}"] = tensor
+        state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors()}
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
         state |= self.parallel.tensors()

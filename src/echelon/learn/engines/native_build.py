@@ -134,9 +134,7 @@ def build_native_engine(
         materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
     open_weights(skeleton, recipe)(model)
-    principal = None
-    if recipe.adapter.is_adapter:
-        principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
+    principal = initialize_adapter(model, recipe.adapter, recipe.run.seed) if recipe.adapter.is_adapter else None
     # With an adapter, the model without it is the reference: no copy is needed.
     if recipe.objective.teacher_in_memory:
         [module] = stages.modules

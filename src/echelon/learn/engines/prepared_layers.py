@@ -113,10 +113,13 @@ def _choose(
         skeleton.set_attn_implementation(VARLEN)
         traits = _agree_on_traits(skeleton, length, meshes)
         if traits.mask == "lengths" and traits.skips_mask:
-            return traits, _choose_flash_3(skeleton, recipe, dtype, meshes, device)
+            has_flash_3 = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
+            if _agree(has_flash_3, meshes):
+                return traits, _FLASH_3
+            deactivate_flash_3()
+            return traits, None
         skeleton.set_attn_implementation(default)
-    has_cap = default == "eager" and get_softcap(skeleton.config) is not None
-    if has_cap and device.type == "cuda":
+    if default == "eager" and device.type == "cuda" and get_softcap(skeleton.config) is not None:
         return _choose_flex(skeleton, plan, length, meshes, device)
     return _keep(skeleton, length, meshes), None
 
@@ -143,17 +146,6 @@ def _keep(skeleton: PreTrainedModel, length: int, meshes: Meshes) -> Traits:
     return traits
 
 
-def _choose_flash_3(
-    skeleton: PreTrainedModel, recipe: Recipe, dtype: torch.dtype, meshes: Meshes, device: torch.device
-) -> str | None:
-    """Have the flash kernels be those of version 3 if all ranks can; return the line for the user. Collective."""
-    has_flash_3 = not recipe.train.deterministic and activate_flash_3(device, dtype, skeleton.config)
-    if _agree(has_flash_3, meshes):
-        return _FLASH_3
-    deactivate_flash_3()
-    return None
-
-
 def choose_liger(
     skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
 ) -> tuple[bool, str | None]:
@@ -171,8 +163,7 @@ def choose_liger(
         return False, None
     num_tokens = min(plan.micro_batch_size * recipe.data.sequence_len, _MOST_TOKENS)
     here = find_obstacle(skeleton, device, getattr(torch, plan.precision.compute), num_tokens)
-    obstacles = gather_objects(here, meshes.everyone)
-    why = next((obstacle for obstacle in obstacles if obstacle is not None), None)
+    why = next((obstacle for obstacle in gather_objects(here, meshes.everyone) if obstacle is not None), None)
     return why is None, LIGER if why is None else f"kernels: PyTorch's, because {why}"
 
 

@@ -360,12 +360,10 @@ def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = No
         weight = layer.get_base_layer().weight
         full = whole(weight)
         a, b = _principal_part(layer, full.to(frozen_dtype or full.dtype))
-        for target, content in (
-            (layer.lora_A["default"].weight, a),
-            (layer.lora_B["default"].weight, b),
-            (weight, full.float() - _product(layer, a, b)),
-        ):
-            write_part(target, content)
+        product = layer.scaling["default"] * (b @ a)
+        write_part(layer.lora_A["default"].weight, a)
+        write_part(layer.lora_B["default"].weight, b)
+        write_part(weight, full.float() - (product.T if layer.fan_in_fan_out else product))
         parts[name] = (a.cpu(), b.cpu())
     return parts
 
@@ -375,12 +373,6 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-
-
-def _product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Return what the adapter adds to the weight, in the weight's layout."""
-    product: Tensor = layer.scaling["default"] * (b @ a)
-    return product.T if layer.fan_in_fan_out else product
 
 
 def _principal_part(layer: Any, weight: Any) -> tuple[Tensor, Tensor]:

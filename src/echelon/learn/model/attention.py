@@ -4,8 +4,6 @@ Which form of mask a model obeys is found by `traits`. Nothing here synchronises
 `positions`, from which `transformers` finds the number of documents.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -135,15 +133,14 @@ def document_inputs(
         options = (documents, position_ids, most, queries)
         bounds = {kind: _find_bounds(config, kind, *options) for kind in _layer_kinds(config, form)}
         return _as_inputs(position_ids, form, bounds)
-    chosen: Callable[[Any], Any] = (lambda function: function) if queries is None else partial(_choose_queries, queries)
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {
         kind: build(
             batch_size=documents.shape[0],
             q_length=documents.shape[1] if queries is None else len(queries),
             kv_length=documents.shape[1],
-            mask_function=chosen(
-                and_masks(packed_sequence_mask_function(documents), _reach(config, kind, position_ids))
+            mask_function=_choose_queries(
+                queries, and_masks(packed_sequence_mask_function(documents), _reach(config, kind, position_ids))
             ),
             allow_is_causal_skip=False,
             dtype=unwrapped(model.get_input_embeddings()).weight.dtype if dtype is None else dtype,
@@ -160,8 +157,10 @@ def _as_inputs(position_ids: Tensor, form: MaskForm, masks: dict[str, Any]) -> d
     return {"position_ids": position_ids, "attention_mask": masks if form == "by_layer" else next(iter(masks.values()))}
 
 
-def _choose_queries(queries: Tensor, mask_function: Any) -> Any:
-    """Return the mask function of some positions: query i of the result is position queries[i]."""
+def _choose_queries(queries: Tensor | None, mask_function: Any) -> Any:
+    """Return the mask function of some positions, None for all: query i of the result is position queries[i]."""
+    if queries is None:
+        return mask_function
 
     def of_position(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
         return mask_function(batch, head, queries[query], key)

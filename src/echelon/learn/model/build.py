@@ -80,8 +80,7 @@ def build_on_meta(
         ConfigError: `transformers` does not have the model, activation, attention or rotary embedding.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    attention = choose_attention(config, attn_implementation)
-    if attention is not None:
+    if (attention := choose_attention(config, attn_implementation)) is not None:
         options["attn_implementation"] = attention
     try:
         with torch.device("meta"):
@@ -117,11 +116,6 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
         for other in others:
             path, _, leaf = other.rpartition(".")
             setattr(module.get_submodule(path), leaf, module.get_parameter(first))
-
-
-def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter once, by its HF name; a tied weight appears under its first name."""
-    return dict(model.named_parameters())
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

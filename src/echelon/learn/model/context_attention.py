@@ -55,11 +55,6 @@ class Context:
 
             self._rings = {True: Ring(peers, compile_backend), False: Ring()}  # by whether sequences are divided
 
-    @property
-    def has_whole_masks(self) -> bool:
-        """Whether the queries of a mask are those of whole sequences, or those of this rank."""
-        return self.method == "ulysses"
-
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Scope of forward passes over whole sequences, which every rank computes itself, without exchanges."""
@@ -79,8 +74,7 @@ class Context:
             return self._rings[self._is_divided](*inputs, scale, mask, options.get("s_aux"))
         if options.get("s_aux") is not None:
             raise NotImplementedError("its attention has sinks, for which there is cp_method: ring")
-        output: Tensor = self._exchange(module, query, key, value, mask, **options)
-        return output
+        return self._exchange(module, query, key, value, mask, **options)
 
     def _exchange(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -206,7 +200,8 @@ def divided_inputs(
         assert traits.mask is not None, "a model without document masks cannot be divided"
         documents, most = (torch.zeros_like(positions), 1) if documents is None else (documents, most)
         attention = "sdpa" if context.attention in BY_MASK else context.attention
-        queries = None if part is None or context.has_whole_masks else part.take(places)
+        # The queries of a mask are those of this rank, or with `ulysses` those of whole sequences.
+        queries = None if part is None or context.method == "ulysses" else part.take(places)
         if context.method == "ring":
             attention = FIRST_KEYS
         inputs = document_inputs(model, traits.mask, documents, positions, most, dtype, attention, queries)

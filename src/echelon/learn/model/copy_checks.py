@@ -120,13 +120,10 @@ def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
 
     In a mixture of experts a rounding error can change the choice of experts, but not in both precisions.
     """
-    single, double = (
-        partial(measure_leak, config, trust_remote_code, dtype) for dtype in (torch.float32, torch.float64)
-    )
-    if single() <= _TOLERANCE:
+    if measure_leak(config, trust_remote_code, torch.float32) <= _TOLERANCE:
         return False
     try:
-        return double() > _TOLERANCE
+        return measure_leak(config, trust_remote_code, torch.float64) > _TOLERANCE
     except RuntimeError:  # a kernel without fp64
         return True
 

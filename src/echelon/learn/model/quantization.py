@@ -220,11 +220,9 @@ def _hide_weights(experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> N
 def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
     """Replace the linear layers in decoder layers on meta with 4-bit ones, except `modules_to_save`."""
     for layer in layers:
-        linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
-        for name, module in linears:
-            if name.rpartition(".")[2] in adapter.modules_to_save:
-                continue
-            layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))
+        for name, module in list(layer.named_modules()):
+            if type(module) is nn.Linear and name.rpartition(".")[2] not in adapter.modules_to_save:
+                layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))
 
 
 def quantize_experts(model: nn.Module, layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
@@ -260,14 +258,14 @@ def find_float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
         ConfigError: there are none.
     """
     inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
+    inside -= {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
     linear = {
         name: module for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside
     }
-    routers = {id(module) for router, _ in find_recorded_routers(model).values() for module in router.modules()}
-    plain = {name: module for name, module in linear.items() if id(module) not in routers}
-    sizes = {name: (module.in_features, module.out_features) for name, module in plain.items()}
     fitting = {
-        name: plain[name] for name, (rows, columns) in sizes.items() if rows % _MULTIPLE == columns % _MULTIPLE == 0
+        name: module
+        for name, module in linear.items()
+        if module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
     }
     if not fitting:
         raise ConfigError(

@@ -13,11 +13,11 @@ does not depend on how sequences are distributed over microbatches and ranks. `l
 """
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,16 +32,9 @@ Scores = Callable[[Tensor], Tensor]
 AddUp = Callable[[Tensor], Tensor]
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
-
-
-def _root_of_softplus(logits: Tensor) -> Tensor:
-    return F.softplus(logits).sqrt()
-
-
 # The functions by which routers turn logits into scores; `_find_scores` detects which one a router uses.
-_SCORES: tuple[Scores, ...] = (_softmax, torch.sigmoid, _root_of_softplus)
+_SOFTMAX: Scores = partial(F.softmax, dim=-1)
+_SCORES: tuple[Scores, ...] = (_SOFTMAX, torch.sigmoid, lambda logits: F.softplus(logits).sqrt())
 _PROBE_TOKENS = 8
 
 
@@ -57,11 +50,6 @@ class Router:
     index: int
     num_chosen: int
     scores: Scores
-
-
-def keep_own(values: Tensor) -> Tensor:
-    """Return the values of sequences that this rank does not share."""
-    return values
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class Sequences:
 
 
 def number_sequences(
-    fed: Tensor, token_weights: Tensor, documents: Tensor | None, most: int = 0, add_up: AddUp = keep_own
+    fed: Tensor, token_weights: Tensor, documents: Tensor | None, most: int = 0, add_up: AddUp = lambda own: own
 ) -> Sequences:
     """Number the sequences of a microbatch: each row is one, or each document of a row with a document mask.
 
@@ -101,18 +89,6 @@ def number_sequences(
     empty = tokens.new_zeros(num_rows * width)
     weights, lengths = (empty.index_add(0, places, values) for values in (token_weights.flatten(), tokens))
     return Sequences(places, tokens, add_up(weights), add_up(lengths), add_up)
-
-
-def count_chosen(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
-    """Count the tokens that have each expert among their K best scores: fp32, [experts]. Padding is excluded.
-
-    Args:
-        logits: [batch * seq, experts], optionally with further leading dims.
-    """
-    logits = logits.detach().flatten(0, -2)
-    chosen = logits.topk(router.num_chosen, dim=-1).indices
-    ones = sequences.fed[:, None].expand_as(chosen)
-    return sequences.fed.new_zeros(logits.shape[-1]).scatter_add_(0, chosen.flatten(), ones.flatten())
 
 
 def balance_sum(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
@@ -169,12 +145,12 @@ class RouterTap:
                 if id(module) in inside:
                     module.tapped = (module.forward, router.index, held)
                     module.forward = MethodType(_record, module)  # a partial would be compiled for each layer
-            layer.forward = functools.partial(_deliver, layer.forward, held)
+            layer.forward = partial(_deliver, layer.forward, held)
 
     def open_outside(self, layers: Iterable[nn.Module]) -> None:
         """Make each layer's forward return its own output again; logits are kept inside `collecting`."""
         for layer in layers:
-            layer.forward = functools.partial(self._receive, layer.forward)
+            layer.forward = partial(self._receive, layer.forward)
 
     def _receive(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output, logits = forward(*args, **kwargs)
@@ -185,22 +161,23 @@ class RouterTap:
     @contextmanager
     def collecting(self) -> Iterator[list[Tensor]]:
         """Collect the logits of every router that runs in this scope, in the order of `routers`."""
-        collected: list[Tensor] = []
-        self._collected = collected
+        self._collected = []
         try:
-            yield collected
+            yield self._collected
         finally:
             self._collected = None
 
     def count_tokens(self, logits: Sequence[Tensor], sequences: Sequences) -> None:
-        """Add the tokens of a microbatch to those that `take_expert_tokens` returns.
+        """Add the tokens that have each expert among their K best scores, without padding, for `take_expert_tokens`.
 
         Args:
-            logits: of each router here, [batch * seq, experts].
+            logits: of each router here, [batch * seq, experts], optionally with further leading dims.
         """
         counts = sequences.fed.new_zeros(self.num_routers, self._num_experts)
         for index, router, scores in zip(self._places, self.routers, logits, strict=True):
-            counts[index] = count_chosen(scores, router, sequences)
+            chosen = scores.detach().flatten(0, -2).topk(router.num_chosen, dim=-1).indices
+            ones = sequences.fed[:, None].expand_as(chosen)
+            counts[index].scatter_add_(0, chosen.flatten(), ones.flatten())
         self._expert_tokens = counts if self._expert_tokens is None else self._expert_tokens + counts
 
     def take_expert_tokens(self, device: torch.device) -> Tensor:
@@ -260,8 +237,8 @@ def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
             if torch.allclose(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-3):
                 return scores
     except Exception:  # the router needs other inputs than hidden states
-        return _softmax
-    return _softmax
+        return _SOFTMAX
+    return _SOFTMAX
 
 
 def _list_biases(router: nn.Module) -> list[Tensor]:

@@ -343,10 +343,8 @@ def _find_arithmetic(model: PreTrainedModel, config: PretrainedConfig) -> HeadAr
         return None
     if raw.shape != expected.shape:
         return None
-    matches = (
-        arithmetic for arithmetic in _arithmetics(model.config, config) if is_close(arithmetic.apply(raw), expected)
-    )
-    return next(matches, None)
+    candidates = _arithmetics(model.config, config)
+    return next((arithmetic for arithmetic in candidates if is_close(arithmetic.apply(raw), expected)), None)
 
 
 def _arithmetics(small: PretrainedConfig, config: PretrainedConfig) -> Iterator[HeadArithmetic]:

@@ -45,9 +45,7 @@ class WeightPlace:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the full weight."""
-        if self.quantized is not None:
-            return tuple(self.quantized.weight_shape)
-        return tuple(self.tensor.shape)
+        return tuple(self.tensor.shape if self.quantized is None else self.quantized.weight_shape)
 
     @property
     def block(self) -> tuple[slice, ...] | None:

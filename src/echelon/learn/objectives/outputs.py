@@ -108,7 +108,8 @@ class DecoderOutputs:
     def _inputs(self) -> dict[str, Any]:
         batch, inputs = self._batch, {"input_ids": self._batch.input_ids, "use_cache": False}
         dtype = None if self._inflow is None else self._inflow.hidden.dtype
-        rows = (batch.documents, batch.position_ids, self._most_documents, dtype)
+        most_documents = None if batch.document_shape is None else batch.document_shape[0]
+        rows = (batch.documents, batch.position_ids, most_documents, dtype)
         if self._context is not None:
             return inputs | divided_inputs(self._model, self._context, self._traits, batch.input_ids, batch.part, *rows)
         if self._rows is not None:
@@ -116,10 +117,6 @@ class DecoderOutputs:
         if batch.documents is None or batch.position_ids is None or self._traits.mask is None:
             return inputs
         return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids, *rows[2:])
-
-    @property
-    def _most_documents(self) -> int | None:
-        return None if self._batch.document_shape is None else self._batch.document_shape[0]
 
     @cached_property
     def _rows(self) -> DocumentRows | None:
@@ -140,11 +137,8 @@ class DecoderOutputs:
         """The weight and the bias of the head on this rank, and the part of the vocabulary that they are of."""
         _ = self.hidden  # sharded weights are whole once the pass has run
         assert self._parts is not None
-        weight, bias = (
-            None if weight is None else local_part(weight)
-            for weight in (self._parts.head_weight, self._parts.head_bias)
-        )
-        assert weight is not None
+        weight, bias = local_part(self._parts.head_weight), self._parts.head_bias
+        bias = None if bias is None else local_part(bias)
         if self._vocabulary_ranks is None:
             return weight, bias, None
         offset, passes = len(weight) * self._vocabulary_ranks.rank(), self._module.of_shard
@@ -154,19 +148,14 @@ class DecoderOutputs:
         """Return outputs of the model, [rows, width, dim], for each position of the microbatch, [batch, seq, dim]."""
         return values if self._rows is None else self._rows.collect(values)
 
-    @cached_property
-    def _rows_inflow(self) -> Inflow | None:
-        if self._inflow is None or self._rows is None:
-            return self._inflow
-        return Inflow(self._inflow.inlet, self._rows.spread(self._inflow.hidden))
-
     def _run(self, module: nn.Module) -> Any:
         context = self._context if self._batch.part is None else None
-        with nullcontext() if context is None else context.whole():
-            if self._tap is None:
-                return run_stage(module, self._rows_inflow, **self._inputs)
-            with self._tap.collecting() as self._router_logits:
-                return run_stage(module, self._rows_inflow, **self._inputs)
+        inflow = self._inflow
+        if inflow is not None and self._rows is not None:
+            inflow = Inflow(inflow.inlet, self._rows.spread(inflow.hidden))
+        tapped = nullcontext(self._router_logits) if self._tap is None else self._tap.collecting()
+        with nullcontext() if context is None else context.whole(), tapped as self._router_logits:
+            return run_stage(module, inflow, **self._inputs)
 
     def router_loss_sum(self, token_weights: Tensor) -> Tensor:
         """Return the weighted sum of the sequences' balance losses, averaged over routers: an fp32 scalar.
@@ -197,8 +186,7 @@ class DecoderOutputs:
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
         """Return the sum of token cross-entropies for shifted labels [batch, seq]: an fp32 scalar."""
-        parts = self._parts
-        if parts is None:
+        if (parts := self._parts) is None:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         weight, bias, vocabulary = self._head
         return chunked_loss_sum(self.hidden, labels, weight, bias, parts.arithmetic, self._module.of_chunk, vocabulary)
@@ -218,9 +206,8 @@ class DecoderOutputs:
         if parts is None:
             return function_loss_sum(function, self._logits.flatten(0, -2), labels.flatten(), rows)
         weight, bias, vocabulary = self._head
-        arithmetic = parts.arithmetic
         return chunked_function_sum(
-            function, self.hidden, labels, rows, weight, bias, arithmetic, vocabulary, num_logits
+            function, self.hidden, labels, rows, weight, bias, parts.arithmetic, vocabulary, num_logits
         )
 
     def compare_with_reference(
@@ -233,10 +220,7 @@ class DecoderOutputs:
         """
         reference = self._module.reference
         assert reference is not None, "the objective was built with a reference"
-        if self._parts is None:
-            _ = self._logits  # before the pass of the reference, which has no gradient
-        else:
-            _ = self.hidden
+        _ = self._logits if self._parts is None else self.hidden  # before the reference's pass, without gradient
         differentiates, found = torch.is_grad_enabled(), []
 
         def compare(outputs: DecoderOutputs, _: Microbatch) -> Tensor:
@@ -280,8 +264,7 @@ class DecoderOutputs:
 
         `temperature`: of the softmax, as in sampling: the logits are divided by it.
         """
-        parts = self._parts
-        if parts is None:
+        if (parts := self._parts) is None:
             logits = self._logits.flatten(0, -2).float() / temperature
             return token_log_probabilities(logits, labels.flatten()).view_as(labels)
         weight, bias, vocabulary = self._head
@@ -326,8 +309,7 @@ class DecoderOutputs:
     def logits_at(self, places: Tensor) -> Tensor:
         """Return fp32 logits of the token after position `places` [batch] of each sequence: [batch, vocabulary]."""
         rows = torch.arange(len(places), device=places.device)
-        parts = self._parts
-        if parts is None:
+        if (parts := self._parts) is None:
             return self._logits[rows, places].float()
         return parts.arithmetic.apply(parts.head(self.hidden[rows, places])).float()
 

@@ -288,9 +288,8 @@ class FullyShard(Undivided):
         Attention exchanges nothing with the ranks that share sequences.
         """
         self._communicate_by(_OwnShard(), _NoSum(), sends=False)
-        context = self._context
         try:
-            with nullcontext() if context is None else context.peers.isolated():
+            with nullcontext() if self._context is None else self._context.peers.isolated():
                 yield
         finally:
             self._communicate_by(DefaultAllGather(), _build_reduce_scatter(self._device_type), sends=True)

@@ -190,14 +190,6 @@ def keep_routes(contexts: ContextFn) -> tuple[AbstractContextManager[None], Abst
     return _Passes(routes, False, first), _Passes(routes, True, again)
 
 
-def _find_route(find: Callable[[], ExpertRoute]) -> ExpertRoute:
-    routes, known = _passes.get(([], None))
-    if known is not None:
-        return next(known)
-    routes.append(find())
-    return routes[-1]
-
-
 @dataclass(frozen=True)
 class Share:
     """Which of the experts of each rank of ep this rank of tensor parallelism has: the part `index` of `count`."""
@@ -251,7 +243,10 @@ class ExpertDispatch:
         num_tokens, num_chosen = top_k_index.shape
         chosen = self._share.number(top_k_index.flatten(), self._num_each, self.group.size)
         capacity = num_tokens * min(num_chosen, self._num_local)
-        route = _find_route(lambda: self.group.find_route(chosen, self._num_local, capacity))
+        routes, known = _passes.get(([], None))
+        if known is None:
+            routes.append(self.group.find_route(chosen, self._num_local, capacity))
+        route = routes[-1] if known is None else next(known)
         rows = route.lay_out(hidden_states[route.pairs // num_chosen])
         received = _send(rows, self.group, route.sent, route.received)
         results = self._compute(received, route.experts, has_empty=route.places is not None)

@@ -188,22 +188,11 @@ class _Shelf:
     storage alive.
     """
 
-    def __init__(
-        self,
-        side: SideStream,
-        buffers: _Buffers,
-        kept: frozenset[int] | None,
-        smallest: int,
-        before: "_Shelf | None",
-        horizon: int,
-    ) -> None:
+    def __init__(self, offloading: "_Offloading", kept: frozenset[int] | None, before: "_Shelf | None") -> None:
         """`kept`: addresses of storages that stay on the device; None if all do. `before`: the previous layer's."""
-        self._side = side
-        self._buffers = buffers
+        self._offloading, self._side = offloading, offloading.side
         self._kept = kept
-        self._smallest = smallest
         self._before = None if before is None else weakref.ref(before)
-        self._horizon = horizon
         self._storages: dict[int, _Storage] = {}
         self._taken: list[Tensor] = []
         self._leaving: list[tuple[Tensor, int]] = []
@@ -218,7 +207,7 @@ class _Shelf:
         source = tensor.untyped_storage()
         stored = self._storages.get(source.data_ptr())
         if stored is None:
-            buffer = self._buffers.take(source.nbytes())
+            buffer = self._offloading.buffers.take(source.nbytes())
             stored = _Storage(buffer[: source.nbytes()], tensor.device)
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source)
             self._last = self._side.copy(stored.bytes, whole)
@@ -231,7 +220,7 @@ class _Shelf:
         if self._kept is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()
-        is_large = tensor.device.type == self._side.device_type and storage.nbytes() >= self._smallest
+        is_large = tensor.device.type == self._side.device_type and storage.nbytes() >= self._offloading.smallest
         return is_large and storage.data_ptr() not in self._kept and not _is_cast_weight(tensor)
 
     def release(self) -> None:
@@ -258,7 +247,7 @@ class _Shelf:
             if self._comes_back:
                 self._side.wait(self._last)
                 self._comes_back = False
-            for shelf in islice(self._earlier(), self._horizon):
+            for shelf in islice(self._earlier(), self._offloading.horizon):
                 shelf._load()
         return packed if isinstance(packed, Tensor) else packed.restore()
 
@@ -281,7 +270,7 @@ class _Shelf:
     def __del__(self) -> None:
         if self._leaving or self._comes_back:  # a backward pass that did not run; copies still use the memory
             self._side.wait(self._last)
-        self._buffers.give_back(self._taken)
+        self._offloading.buffers.give_back(self._taken)
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:
@@ -296,11 +285,9 @@ class _Offloading:
     """Offloads what the layers of a decoder save, the last one excepted: its backward pass comes first."""
 
     def __init__(self, side: SideStream, num_layers: int, smallest: int, horizon: int) -> None:
-        self._side = side
-        self._horizon = horizon
-        self._buffers = _Buffers(side)
+        self.side, self.smallest, self.horizon = side, smallest, horizon
+        self.buffers = _Buffers(side)
         self._num_layers = num_layers
-        self._smallest = smallest
         self._newest: weakref.ref[_Shelf] | None = None
 
     def run(self, index: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -309,7 +296,7 @@ class _Offloading:
             return forward(*args, **kwargs)
         before = None if index == 0 or self._newest is None else self._newest()
         kept = None if index == self._num_layers - 1 else _find_kept(layer, args, kwargs)
-        shelf = _Shelf(self._side, self._buffers, kept, self._smallest, before, self._horizon)
+        shelf = _Shelf(self, kept, before)
         with saved_tensors_hooks(shelf.pack, shelf.unpack):
             output = forward(*args, **kwargs)
         self._newest = weakref.ref(shelf)

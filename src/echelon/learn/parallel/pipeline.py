@@ -263,7 +263,6 @@ class Pipeline(SendsWhole, ForwardBackward):
         return self._clock.waiting_share()
 
     def _run_scheduled(self, microbatches: Sequence[Microbatch]) -> None:
-        """Run the step by the plan's schedule."""
         count, shape = len(microbatches), _shape_of(microbatches)
         if (count, *shape) not in self._schedules:
             self._schedules[(count, *shape)] = self._build_schedule(count, shape)
@@ -284,8 +283,7 @@ class Pipeline(SendsWhole, ForwardBackward):
         stages = [self._build_stage(part, shape) for part in self._parts]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._weigh, "scale_grads": False}
         if self._schedule_name in _SINGLE:
-            [stage] = stages
-            return _SINGLE[self._schedule_name](stage, **options)
+            return _SINGLE[self._schedule_name](*stages, **options)
         return _SEVERAL[self._schedule_name](stages, **options)
 
     def _build_stage(self, part: StagePart, shape: tuple[int, ...]) -> _ScheduledStage:
@@ -311,7 +309,7 @@ class Pipeline(SendsWhole, ForwardBackward):
                 self._go_back(passed, self._receive(passed.part.place.index + 1, passed.output.shape))
             if passed.received is not None:
                 assert passed.received.grad is not None
-                dist.send(passed.received.grad, group=self._group, group_dst=self._rank_of(passed.part.place.index - 1))
+                dist.send(passed.received.grad, group=self._group, group_dst=(passed.part.place.index - 1) % self._size)
 
     def _run_alone(self, microbatches: Sequence[Microbatch]) -> None:
         """Run microbatches through the stages of this rank on zeros: as many at once as in a step, after one alone.
@@ -376,7 +374,7 @@ class Pipeline(SendsWhole, ForwardBackward):
             with part.parallel.microbatch(is_last=True):
                 output = run(part, microbatch, received)
             if not part.place.is_last:
-                dist.send(output.detach(), group=self._group, group_dst=self._rank_of(part.place.index + 1))
+                dist.send(output.detach(), group=self._group, group_dst=(part.place.index + 1) % self._size)
             passes.append(_Pass(part, received, output))
         return passes
 
@@ -385,11 +383,8 @@ class Pipeline(SendsWhole, ForwardBackward):
         if not 0 <= index < self._parts[0].place.count:
             return None
         received = torch.empty(*shape, dtype=self._dtype, device=self._device)
-        dist.recv(received, group=self._group, group_src=self._rank_of(index))
+        dist.recv(received, group=self._group, group_src=index % self._size)
         return received
-
-    def _rank_of(self, index: int) -> int:
-        return index % self._size
 
     def _run(self, part: StagePart, microbatch: Microbatch, received: Tensor | None) -> Tensor:
         """Run the forward pass of a stage in a step: the sums of the last one, hidden states of any other."""

@@ -247,7 +247,6 @@ def _check_built(
             scale_positions(build_config(fields), recipe)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return None
-    from echelon.learn.model.build import parameter_names
     from echelon.learn.model.config import check_scaled
     from echelon.learn.model.copy_checks import check_is_causal
     from echelon.learn.model.traits import describe_obstacle, find_traits
@@ -265,9 +264,7 @@ def _check_built(
         find_float8_layers(model)
         _has(check_float8_package, elsewhere, left, "train.precision: the package torchao (it is not installed here)")
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
-        check_groups(
-            (name for name, parameter in parameter_names(model).items() if parameter.requires_grad), recipe.optim
-        )
+        check_groups((name for name, parameter in model.named_parameters() if parameter.requires_grad), recipe.optim)
     return obstacle
 
 
