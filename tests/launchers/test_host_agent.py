@@ -79,8 +79,7 @@ def find_rank(rank):
 
 def train_alone(folder, steps):
     """The same recipe in one process, for comparison."""
-    ending = finish(start("train", "recipe.json", "run.dir=runs/alone", "--nproc", "1", cwd=folder), 200)
-    assert ending.code == 0, ending
+    finish(start("train", "recipe.json", "run.dir=runs/alone", "--nproc", "1", cwd=folder), 200).succeeded()
     rows = train_rows(RunFolder(folder / "runs" / "alone"))
     assert len(rows) == steps
     return rows
@@ -232,8 +231,7 @@ def test_a_background_job_is_watched_and_cancelled(tmp_path):
     """`--to local`: launch, status, cancel, launch again until the end."""
     write_recipe(tmp_path, train={"steps": 3000}, checkpoint={"every": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
-    launched = finish(start("launch", "recipe.json", "--to", "local", cwd=tmp_path), 60)
-    assert launched.code == 0, launched
+    launched = finish(start("launch", "recipe.json", "--to", "local", cwd=tmp_path), 60).succeeded()
     name = next(path.name for path in (tmp_path / "jobs").iterdir())
     assert f"launched {name}" in launched.out
     sleeper = start("logs", name, "--follow", cwd=tmp_path)
