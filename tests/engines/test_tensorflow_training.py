@@ -112,26 +112,19 @@ def native(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     return train(Row(), tmp_path_factory.mktemp("native"), text)
 
 
-def test_one_process(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    """Uneven targets, several microbatches."""
-    assert_equal(train(by_tensorflow(Row(micro_batch=2)), tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_two_mirrored_copies(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    row = by_tensorflow(Row(micro_batch=4), strategy="mirrored", replicas=2)
-    assert_equal(train(row, tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_copies_that_do_not_divide_a_microbatch(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    row = by_tensorflow(Row(micro_batch=4), strategy="mirrored", replicas=3)
-    assert_equal(train(row, tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_two_workers(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    assert_equal(train(by_tensorflow(with_ranks(Row(), 2, micro_batch=2)), tmp_path, text), native)
+@pytest.mark.parametrize(
+    ("row", "section"),
+    [
+        pytest.param(Row(micro_batch=2), {}, id="one process"),
+        pytest.param(Row(micro_batch=4), {"replicas": 2}, id="two copies", marks=pytest.mark.slow),
+        pytest.param(Row(micro_batch=4), {"replicas": 3}, id="not dividing a microbatch", marks=pytest.mark.slow),
+        pytest.param(with_ranks(Row(), 2, micro_batch=2), {}, id="two workers", marks=pytest.mark.slow),
+    ],
+)
+def test_native_losses(text: Path, tmp_path: Path, native: list[dict[str, Any]], row: Row, section: Any) -> None:
+    """Uneven targets, several microbatches; mirrored copies, and processes."""
+    strategy = {"strategy": "mirrored"} if section else {}
+    assert_equal(train(by_tensorflow(row, **strategy, **section), tmp_path, text), native)
 
 
 @pytest.mark.slow
