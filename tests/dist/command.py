@@ -49,6 +49,11 @@ class Ending:
     err: str
     seconds: float = 0.0
 
+    def succeeded(self):
+        """This ending, of a command whose exit code must be 0."""
+        assert self.code == 0, self
+        return self
+
 
 class CommandLine:
     """Calls the entry point of the console script in this process; the ranks are still separate processes."""
@@ -153,14 +158,19 @@ def write_recipe(folder, **sections):
     return folder / "recipe.json"
 
 
-def train_in_process(folder, name, nproc, *settings, kill_at=None):
-    """Train recipe.json as run `name` in a process of its own, and kill a rank after a step. Ending and run."""
+def train_in_process(folder, name, nproc, *settings, kill_at=None, by=None, code=0):
+    """Train recipe.json as run `name` in a process of its own, which exits with `code`. Ending and run.
+
+    After the step `kill_at` the job gets the signal `by`, or without one a rank is killed.
+    """
     job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
     run = RunFolder(folder / "runs" / name)
     if kill_at is not None:
         await_line(run.metrics_path, f'"step": {kill_at},', job, seconds=200)
-        process_of(run, nproc - 1).kill()
-    return finish(job, 300), run
+        process_of(run, nproc - 1).kill() if by is None else job.send_signal(by)
+    ending = finish(job, 300)
+    assert ending.code == code, ending
+    return ending, run
 
 
 def read_lines(path):

@@ -150,8 +150,7 @@ def test_refusals_name_the_fix_and_do_not_block_the_next_run(echelon, tmp_path, 
     assert_refused(echelon("train", "typo.yaml"), 2, "typo.yaml, line 3: train.setps", "did you mean train.steps?")
     assert_refused(echelon("train", "nope.yaml"), 2, "nope.yaml does not exist", "echelon init")
     # All of these used the same run folder, and the corrected command trains in it. The text is shorter than a sample.
-    ending = echelon("train", recipe, "data.train.0.path=short.txt", "--nproc", "1", "train.steps=1")
-    assert ending.code == 0, ending
+    echelon("train", recipe, "data.train.0.path=short.txt", "--nproc", "1", "train.steps=1").succeeded()
     [row] = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert row["target_tokens"] == 4 * (len("hello there") - 1)  # too short for held-out text
 
@@ -223,8 +222,7 @@ def test_existing_run(echelon, run):
 
     # The newest checkpoint is damaged and skipped with a message. More steps are requested, so the run resumes.
     os.truncate(run.checkpoints_dir / "step-00000006" / "__0_0.distcp", 5)
-    ending = echelon(*more)
-    assert ending.code == 0, ending
+    ending = echelon(*more).succeeded()
     assert "run: changed train.steps: 6 -> 8" in ending.out
     assert "Skipping a damaged checkpoint" in ending.out and "Resuming from step-00000003" in ending.out
     assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == list(range(1, 9))
@@ -289,8 +287,7 @@ def test_full_disk(echelon, run):
         assert_refused(ending, 1, "A checkpoint could not be saved to disk/run/checkpoints", "free on this disk")
         assert not list((disk / "run" / "checkpoints").iterdir())
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
-        ending = echelon(*train, "checkpoint.every=1")
-        assert ending.code == 0, ending
+        echelon(*train, "checkpoint.every=1").succeeded()
         rows = read_lines(disk / "run" / "metrics.jsonl")
         assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 

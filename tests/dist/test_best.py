@@ -34,8 +34,7 @@ def test_the_best_checkpoint_is_kept_and_early_stopping_ends_the_run(echelon, tm
         checkpoint={"every": 3, "keep_last": 1, "keep_best": True},
     )
     run = tmp_path / "runs" / "tiny"
-    ending = echelon("train", "recipe.json", "--nproc", "1")
-    assert ending.code == 0, ending
+    ending = echelon("train", "recipe.json", "--nproc", "1").succeeded()
     assert "eval at step 1: loss" in ending.out and "  odd: loss" in ending.out
     assert steps(run) == [1, 3]
 
@@ -71,14 +70,12 @@ def test_saves_and_evaluations_by_epoch(echelon, tmp_path):
         train={"steps": 2, "eval_every": "0.5 epochs", "global_batch_size": 200},
         checkpoint={"every": "1 epochs", "keep_last": 9},
     )
-    ending = echelon("train", "recipe.json", "--nproc", "1")
-    assert ending.code == 0, ending
+    ending = echelon("train", "recipe.json", "--nproc", "1").succeeded()
     num_samples = int(
         re.search(r"checkpoint.every='1 epochs': ([\d,]+) sequences per epoch", ending.out)[1].replace(",", "")
     )
     assert 400 < num_samples < 1000, "then an epoch is 3 to 5 steps"
-    ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=7")
-    assert ending.code == 0, ending
+    echelon("train", "recipe.json", "--nproc", "1", "train.steps=7").succeeded()
     run = tmp_path / "runs" / "tiny"
     whole = [-(-count * num_samples // 200) for count in (1, 2, 3)]
     halves = [-(-count * num_samples // 400) for count in range(1, 7)]
@@ -91,8 +88,7 @@ def check_choice_of_checkpoints(echelon, run, evals):
     """eval, generate and export accept `best`, or the step of a checkpoint."""
     losses = {}
     for which in ("best", "1", "4"):
-        ending = echelon("eval", run, "--checkpoint", which, "--json")
-        assert ending.code == 0, ending
+        ending = echelon("eval", run, "--checkpoint", which, "--json").succeeded()
         losses[which] = json.loads(ending.out)["sets"]["odd"]["loss"]
     # One batch during training, all held-out text here.
     assert losses["best"] == losses["1"] == pytest.approx(evals[0], abs=0.02)
@@ -147,8 +143,7 @@ def test_held_out_text_without_a_target_is_no_result(echelon, tmp_path):
         evaluate={"early_stopping": 1},
         checkpoint={"every": 2, "keep_last": 1, "keep_best": True},
     )
-    ending = echelon("train", "recipe.json", "--nproc", "1")
-    assert ending.code == 0, ending
+    ending = echelon("train", "recipe.json", "--nproc", "1").succeeded()
     assert "eval at step 2: no result: it has no targets" in ending.out and "best held-out" not in ending.out
     run = tmp_path / "runs" / "tiny"
     rows = [row for row in read_lines(run / "metrics.jsonl") if row["kind"] == "eval"]

@@ -40,8 +40,7 @@ def test_a_budget_ends_a_run_and_a_higher_one_resumes_it(echelon, tmp_path):
     assert again.seconds < first.seconds / 2 and run.newest_step() == step
     assert json.loads(run.spending_path.read_text()) == used
 
-    raised = echelon(*COMMAND, "budget.max_usd=1000")
-    assert raised.code == 0, raised
+    raised = echelon(*COMMAND, "budget.max_usd=1000").succeeded()
     assert "at this run's speed" in raised.out and " cost $" in raised.out and " of ~$" in raised.out
     costs = [row["cost_usd"] for row in train_rows(run)]
     assert costs == sorted(costs) and costs[-1] > used["usd"] + 1

@@ -6,8 +6,9 @@ import signal
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import await_line, finish, process_of, read_lines, start, write_recipe
-from tests.dist.test_train_from_rewards import EXACT, rewards
+from tests.dist.command import read_lines, write_recipe
+from tests.dist.test_train_from_rewards import EXACT, exact, rewards
+from tests.dist.test_train_from_rewards import train as train_as_told
 
 pytestmark = pytest.mark.dist
 
@@ -78,20 +79,13 @@ def folder(echelon, tmp_path):
     return tmp_path
 
 
-def train(folder, name, nproc, *settings, until=None, by=None):
-    """Train in a process of its own, and send it a signal after a step, or kill a rank. Returns its ending and rows."""
-    job = start("train", "recipe.json", f"run.name={name}", *settings, "--nproc", str(nproc), cwd=folder)
-    run = RunFolder(folder / "runs" / name)
-    if until is not None:
-        await_line(run.metrics_path, f'"step": {until},', job, seconds=200)
-        process_of(run, nproc - 1).kill() if by is None else job.send_signal(by)
-    ending = finish(job, 300)
-    rows = read_lines(run.metrics_path) if run.metrics_path.exists() else []
+KEYS = (*EXACT, "turns", "mismatch_max")
+
+
+def train(folder, name, nproc, *settings, **ends):
+    """Train in a process of its own, which `ends` as told; returns its ending and the rows of its steps."""
+    ending, _, rows = train_as_told(folder, name, nproc, *settings, **ends)
     return ending, [row for row in rows if row["kind"] == "train"]
-
-
-def exact(rows):
-    return [[row[key] for key in (*EXACT, "turns", "mismatch_max")] for row in rows]
 
 
 @pytest.mark.slow
@@ -103,8 +97,7 @@ def test_a_model_learns_to_answer_its_environment(folder, lag):
         f"rollout.lag={lag}", "train.steps=150", "train.global_batch_size=256", "train.eval_every=150",
         "optim.learning_rate=1e-2",
     )  # fmt: skip
-    ending, rows = train(folder, "copy", 1, *settings)
-    assert ending.code == 0, ending
+    _, rows = train(folder, "copy", 1, *settings)
     assert sum(rewards(rows)[:5]) < 5 * 0.05 and sum(rewards(rows)[-5:]) > 5 * 0.5, rewards(rows)
     assert {row["turns"] for row in rows} == {2.0} and all(row["mismatch_max"] < 1e-3 for row in rows)
     samples = read_lines(RunFolder(folder / "runs" / "copy").rows.samples_path)
@@ -116,9 +109,9 @@ def test_a_model_learns_to_answer_its_environment(folder, lag):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc, settings):
     _, whole = train(folder, "whole", nproc, *settings)
-    ending, killed = train(folder, "killed", nproc, *settings, until=6)
-    assert ending.code == 0 and "restart 1 of" in ending.out, ending
-    assert len(whole) == STEPS and exact(killed) == exact(whole)
+    ending, killed = train(folder, "killed", nproc, *settings, kill_at=6)
+    assert "restart 1 of" in ending.out, ending
+    assert len(whole) == STEPS and exact(killed, KEYS) == exact(whole, KEYS)
     assert len({row["turns"] for row in whole}) > 1, "answers of different lengths"
 
 
@@ -126,8 +119,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(folder, nproc, settings):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_processes_draw_the_same_conversations(folder, parallel):
     _, alone = train(folder, "one", 1, "rollout.lag=1")
-    ending, together = train(folder, "two", 2, "rollout.lag=1", f"parallel={parallel}")
-    assert ending.code == 0, ending
+    _, together = train(folder, "two", 2, "rollout.lag=1", f"parallel={parallel}")
     assert rewards(together)[:6] == pytest.approx(rewards(alone)[:6], abs=1e-9)
 
 
@@ -135,10 +127,8 @@ def test_processes_draw_the_same_conversations(folder, parallel):
 def test_a_stopped_run_goes_on_with_its_answers_on_another_number_of_processes(folder):
     """The answers of the next step are in the checkpoint: weights of now would draw others."""
     _, whole = train(folder, "whole", 2, "rollout.lag=1")
-    ending, stopped = train(folder, "stopped", 2, "rollout.lag=1", until=3, by=signal.SIGTERM)
-    assert ending.code == 3, ending
-    ending, rows = train(folder, "stopped", 1, "rollout.lag=1")
-    assert ending.code == 0, ending
+    _, stopped = train(folder, "stopped", 2, "rollout.lag=1", kill_at=3, by=signal.SIGTERM, code=3)
+    _, rows = train(folder, "stopped", 1, "rollout.lag=1")
     done = len(stopped)
     assert 3 <= done < STEPS - 2
     assert rewards(rows)[: done + 2] == pytest.approx(rewards(whole)[: done + 2], abs=1e-9)
@@ -165,20 +155,18 @@ def test_rewards_are_computed_beside_the_training_pass_and_added_up(folder):
     settings = ("rollout.environment=null", "rollout.max_new_tokens=8", "train.steps=6", "reward=talks:slow")
     waits, settings = {}, (*settings, "train.eval_every=3")
     for lag in (0, 1):
-        ending, rows = train(folder, f"slow-{lag}", 1, *settings, f"rollout.lag={lag}")
-        assert ending.code == 0, ending
+        _, rows = train(folder, f"slow-{lag}", 1, *settings, f"rollout.lag={lag}")
         waits[lag] = sorted(row["reward_seconds"] for row in rows)[len(rows) // 2]
     assert waits[1] < waits[0] - 0.02, waits
-    ending, rows = train(folder, "both", 1, "reward=talks:slow", "train.steps=2")
-    assert ending.code == 0, ending
+    _, rows = train(folder, "both", 1, "reward=talks:slow", "train.steps=2")
     assert all(row["reward"] == pytest.approx(row["reward_Spell"] + row["reward_slow"]) for row in rows)
 
 
 @pytest.mark.slow
 def test_an_environment_that_fails_ends_the_run_with_one_message(folder):
     environment = json.dumps({"name": "talks:Copy", "options": {"ill": True}})
-    ending, _ = train(folder, "ill", 2, f"rollout.environment={environment}")
-    assert ending.code == 1 and "Traceback" not in ending.err, ending
+    ending, _ = train(folder, "ill", 2, f"rollout.environment={environment}", code=1)
+    assert "Traceback" not in ending.err, ending
     assert (
         "no answer had a reward in 3 steps: talks:Copy raised RuntimeError in step: the table is gone (16 of 16 "
         "answers)." in ending.err
@@ -191,16 +179,15 @@ def test_an_environment_that_fails_ends_the_run_with_one_message(folder):
     [(("rollout.environment.name=talks:Stuck",), "the environment"), (("reward=talks:stuck",), "the rewards")],
 )
 def test_a_hang_is_named_by_what_is_waited_for(folder, settings, what):
-    ending, _ = train(folder, "stuck", 1, *settings, "fault.hang_seconds=5", "fault.max_restarts=0")
-    assert ending.code == 1 and f"{what} did not end within 5 s" in ending.err, ending
+    ending, _ = train(folder, "stuck", 1, *settings, "fault.hang_seconds=5", "fault.max_restarts=0", code=1)
+    assert f"{what} did not end within 5 s" in ending.err, ending
 
 
 def test_more_answers_than_a_checkpoint_keeps_are_refused(folder):
-    ending, _ = train(folder, "large", 1, "rollout.lag=1", "data.sequence_len=100000")
-    assert ending.code == 2 and "have up to 3200000 tokens, and may have 2097152; use fewer" in ending.err, ending
+    ending, _ = train(folder, "large", 1, "rollout.lag=1", "data.sequence_len=100000", code=2)
+    assert "have up to 3200000 tokens, and may have 2097152; use fewer" in ending.err, ending
 
 
 def test_an_environment_that_is_not_there_is_refused(folder):
-    ending, _ = train(folder, "absent", 1, "rollout.environment=talks:NoSuch")
-    assert ending.code == 2, ending
+    ending, _ = train(folder, "absent", 1, "rollout.environment=talks:NoSuch", code=2)
     assert "rollout.environment.name=talks:NoSuch: the module talks has no NoSuch" in ending.err

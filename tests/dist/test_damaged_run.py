@@ -28,8 +28,7 @@ def trained(tmp_path_factory):
     """A folder with a finished run."""
     root = tmp_path_factory.mktemp("trained")
     write_recipe(root, track=["tensorboard"], evaluate={"batches": 1, "prompts": ["One"], "prompt_tokens": 4})
-    ending = finish(start(*COMMAND, cwd=root), 200)
-    assert ending.code == 0, ending
+    finish(start(*COMMAND, cwd=root), 200).succeeded()
     return root
 
 
@@ -75,8 +74,7 @@ def test_a_run_resumes_with_damaged_files(echelon, run):
     whole = echelon("eval", run.path, "--json")
     write_damages(run)
     for command in (("eval", run.path, "--json"), ("export", run.path, "out"), ("checkpoint", "verify", run.path)):
-        ending = echelon(*command)
-        assert ending.code == 0, ending
+        ending = echelon(*command).succeeded()
         assert command[0] != "eval" or json.loads(ending.out) == json.loads(whole.out)
     finished = echelon(*COMMAND)
     assert (finished.code, finished.err) == (0, "") and "has finished; raise train.steps" in finished.out

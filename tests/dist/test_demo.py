@@ -22,8 +22,7 @@ PARTS = ("== training ", "== evaluating ", "== letting it continue ", "== drawin
 
 def test_the_demo_trains_evaluates_samples_reports_and_says_what_is_next(echelon):
     Path("text.txt").write_text(TEXT)
-    first = echelon("demo", *TINY, "--out", "a demo")
-    assert first.code == 0, first
+    first = echelon("demo", *TINY, "--out", "a demo").succeeded()
     places = [first.out.index(part) for part in PARTS]
     assert places == sorted(places)
     trained, evaluated, sampled, drawn, ended = (
@@ -63,13 +62,13 @@ def test_what_the_demo_refuses(echelon, monkeypatch):
 @pytest.mark.slow
 def test_a_recipe_for_a_model_size_trains(echelon):
     Path("text.txt").write_text(TEXT)
-    ending = echelon("init", "small.yaml", "--params", "1m", "--tokens", "200k", "--vocab-size", "300")
-    assert ending.code == 0, ending
+    ending = echelon("init", "small.yaml", "--params", "1m", "--tokens", "200k", "--vocab-size", "300").succeeded()
     for words in ("learning_rate: 0.0013  (Kaplan, 0.003239", "global_batch_tokens: 4096  (49 steps; DeepSeek, 0.2920",
                   "0.2 tokens for each parameter: few.", "wrote small.yaml"):  # fmt: skip
         assert words in ending.out
-    ending = echelon("train", "small.yaml", "data.train.0.path=text.txt", "data.sequence_len=64", "train.tokens=16384")
-    assert ending.code == 0, ending
+    echelon(
+        "train", "small.yaml", "data.train.0.path=text.txt", "data.sequence_len=64", "train.tokens=16384"
+    ).succeeded()
     losses = [row["loss"] for row in read_lines("runs/small/metrics.jsonl") if row["kind"] == "train"]
     assert len(losses) == 4 and losses[-1] < losses[0] < 6.5
     assert json.loads(Path("runs/small/model/config.json").read_text())["vocab_size"] == 320

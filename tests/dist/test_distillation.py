@@ -11,7 +11,9 @@ from echelon.ground.run_files import RunFiles
 from echelon.learn.data import taught
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import TEXT, finish, read_lines, start, train_in_process, write_recipe
+from tests.dist.command import TEXT, finish, read_lines, start, write_recipe
+from tests.dist.command import train_in_process as train
+from tests.dist.test_train_from_rewards import exact
 from tests.families import small_model
 
 pytestmark = pytest.mark.dist
@@ -57,8 +59,7 @@ def values_folder(folder):
 
 @pytest.mark.slow
 def test_a_model_learns_from_a_teacher_in_memory(echelon, folder):
-    ending = echelon("train", "recipe.json", "--nproc", "2")
-    assert ending.code == 0, ending
+    ending = echelon("train", "recipe.json", "--nproc", "2").succeeded()
     assert "teacher: " in ending.out and " frozen parameters" in ending.out
     assert "kl " in ending.out and "agreement " in ending.out
     losses, [first, last] = losses_of(folder, "tiny"), rows_of(folder, kind="eval")
@@ -79,17 +80,15 @@ def test_prepared_values_of_all_tokens_train_as_the_teacher_in_memory(echelon, f
     expected = losses_of(folder, "memory")
     shutil.rmtree("teacher")  # it is not needed any more
     for name, parallel, nproc in (("one", "ddp", 1), ("two", "fsdp", 2), ("tp", "{tp: 2}", 2), ("cp", "{cp: 2}", 2)):
-        ending = echelon(
+        echelon(
             "train", "recipe.json", f"run.name={name}", *settings, f"parallel={parallel}", "--nproc", str(nproc)
-        )
-        assert ending.code == 0, ending
+        ).succeeded()
         assert losses_of(folder, name) == pytest.approx(expected, abs=2e-5), name
 
 
 @pytest.mark.slow
 def test_few_tokens_teach_too_and_are_prepared_once(echelon, folder):
-    ending = echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
-    assert ending.code == 0, ending
+    echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8").succeeded()
     again = echelon("data", "--prepare", "recipe.json", "--teacher", "teacher", "--top-k", "8")
     assert "teacher: prepared in" in again.out and "tokens for each" not in again.out
     assert echelon("train", "recipe.json", "objective.top_k=8", "--nproc", "2", "parallel=fsdp").code == 0
@@ -124,8 +123,7 @@ def test_values_are_the_likeliest_tokens_of_the_plain_model(echelon, folder):
     records = [{"prompt": f"{n} and {n}?", "completion": f" {2 * n}!"} for n in range(40)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = ["data.train=pairs.jsonl", "data.validation_fraction=0.1", "data.document_separator=null"]
-    ending = echelon("data", "--prepare", "recipe.json", *data, "--teacher", "teacher", "--top-k", "4")
-    assert ending.code == 0, ending
+    echelon("data", "--prepare", "recipe.json", *data, "--teacher", "teacher", "--top-k", "4").succeeded()
     from echelon.learn.data.prepare import prepare_data
     from echelon.learn.teacher import open_taught
     from echelon.recipe.load import load_recipe
@@ -218,20 +216,9 @@ LORA = ("adapter.method=lora", "adapter.r=16")
 EXACT = ("step", "loss", "grad_norm", "on_policy", "answer_tokens", "entropy", "batch_hash", "tokens")
 
 
-def exact(folder, name):
-    return [[row[key] for key in EXACT] for row in rows_of(folder, name)]
-
-
-def train(folder, name, nproc, *settings, kill_at=None):
-    """Train in a process of its own; returns its ending."""
-    ending, _ = train_in_process(folder, name, nproc, *settings, kill_at=kill_at)
-    assert ending.code == 0, ending
-    return ending
-
-
 @pytest.mark.slow
 def test_a_model_learns_on_its_own_answers(answers):
-    ending = train(answers, "tiny", 2, "objective.on_policy_fraction=1.0")
+    ending, _ = train(answers, "tiny", 2, "objective.on_policy_fraction=1.0")
     rows, evaluated = rows_of(answers), rows_of(answers, kind="eval")
     assert all(row["on_policy"] == 1 and 0 < row["answer_tokens"] <= 6 and row["sample_seconds"] > 0 for row in rows)
     assert sum(row["loss"] for row in rows[-4:]) < 0.9 * sum(row["loss"] for row in rows[:4])
@@ -326,8 +313,8 @@ def test_prompts_that_need_answers_are_refused(echelon, answers, settings, messa
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_killed_run_equals_an_uninterrupted_one(answers, nproc):
     train(answers, "whole", nproc)
-    assert "restart 1 of" in train(answers, "killed", nproc, kill_at=6).out
-    assert exact(answers, "killed") == exact(answers, "whole")
+    assert "restart 1 of" in train(answers, "killed", nproc, kill_at=6)[0].out
+    assert exact(rows_of(answers, "killed"), EXACT) == exact(rows_of(answers, "whole"), EXACT)
 
 
 @pytest.mark.parametrize(

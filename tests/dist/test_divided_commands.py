@@ -41,8 +41,7 @@ def run(echelon, tmp_path):
     (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
 
     def start(name, processes, *overrides):
-        ending = echelon("train", "recipe.json", "--nproc", processes, f"run.name={name}", *overrides)
-        assert ending.code == 0, ending.err
+        ending = echelon("train", "recipe.json", "--nproc", processes, f"run.name={name}", *overrides).succeeded()
         return ending, read_lines(tmp_path / "runs" / name / "metrics.jsonl")
 
     return start

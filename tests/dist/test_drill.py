@@ -7,18 +7,24 @@ import signal
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import MARK, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
+from tests.dist.command import assert_no_orphan, await_line, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
+def folder(marked, tmp_path):
     """A working directory with the small recipe; no process of the drill may outlive the test."""
-    monkeypatch.setenv(MARK, str(tmp_path))
     write_recipe(tmp_path)
-    yield tmp_path
-    assert_no_orphan()
+    return tmp_path
+
+
+def drill(echelon):
+    """The findings about a drill of recipe.json, by their faults."""
+    ending = echelon("drill", "recipe.json", "--nproc", "2", "--json").succeeded()
+    rows = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
+    assert all(row["identical"] for row in rows)
+    return {row["fault"]: row for row in rows}
 
 
 @pytest.mark.slow
@@ -56,7 +62,6 @@ def test_one_process_skips_the_fault_that_only_a_peer_detects(folder):
     assert len(findings) == 6 and all(each["identical"] for each in findings.values())
     assert findings["a rank killed"]["starts"] == 1 and findings["a rank killed"]["lost_steps"] > 0
     assert not (folder / "runs" / "tiny-drill").exists()
-    assert_no_orphan()
 
 
 DEEP = {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 8}}
@@ -76,15 +81,10 @@ MIXTURE = {"config": {"model_type": "mixtral", "hidden_size": 32, "num_hidden_la
     ],
     ids=["fsdp", "tp", "pp", "cp", "ep"],
 )
-def test_every_fault_is_survived(capfd, monkeypatch, tmp_path, parallel, model):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+def test_every_fault_is_survived(echelon, tmp_path, parallel, model):
     write_recipe(tmp_path, parallel=parallel, model=model)
-    ending = CommandLine(capfd, monkeypatch)("drill", "recipe.json", "--nproc", "2", "--json")
-    rows = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
-    findings = {row["fault"]: row for row in rows}
-    assert ending.code == 0, ending
-    assert len(findings) == 7 and all(each["identical"] for each in findings.values())
+    findings = drill(echelon)
+    assert len(findings) == 7
     assert findings["SIGTERM"]["lost_steps"] == 0 and findings["SIGTERM"]["starts"] == 2
     for name in ("a rank killed", "a rank hangs"):
         assert findings[name]["starts"] == 1 and findings[name]["lost_steps"] > 0, "restarted by itself"
@@ -93,7 +93,6 @@ def test_every_fault_is_survived(capfd, monkeypatch, tmp_path, parallel, model):
     assert findings["the disk is full"]["lost_steps"] == 0 and findings["the disk is full"]["starts"] == 1
     assert findings["NaN in the weights"]["starts"] == 3
     assert not (tmp_path / "runs" / "tiny-drill").exists()
-    assert_no_orphan()
 
 
 @pytest.mark.slow
@@ -108,20 +107,15 @@ def test_every_fault_is_survived(capfd, monkeypatch, tmp_path, parallel, model):
     ],
     ids=["quorum", "servers", "asynchronous servers", "diloco", "powersgd"],
 )
-def test_every_fault_is_survived_however_replicas_agree(capfd, monkeypatch, tmp_path, sync):
+def test_every_fault_is_survived_however_replicas_agree(echelon, tmp_path, sync):
     """A rank that is lost restarts the others only if they need it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
     fault = {"on_lost_process": "continue"} if sync == {"replicas": 2} else {}
     write_recipe(tmp_path, parallel="ddp", sync=sync, fault=fault)
-    ending = CommandLine(capfd, monkeypatch)("drill", "recipe.json", "--nproc", "2", "--json")
-    findings = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
-    assert ending.code == 0, ending
-    assert len(findings) == 7 and all(each["identical"] for each in findings)
-    killed = next(each for each in findings if each["fault"] == "a rank killed")
+    findings = drill(echelon)
+    assert len(findings) == 7
+    killed = findings["a rank killed"]
     goes_on = bool(fault) or sync.get("name") == "parameter_server"
     assert killed["starts"] == 1 and (killed["lost_steps"] == 0) is goes_on
-    assert_no_orphan()
 
 
 LETTERS = """
@@ -131,10 +125,8 @@ def small_letters(answers, records):
 
 
 @pytest.mark.slow
-def test_every_fault_is_survived_by_training_from_rewards(capfd, monkeypatch, tmp_path):
+def test_every_fault_is_survived_by_training_from_rewards(echelon, tmp_path):
     """The rewards are those of the undisturbed run; after a reward that hung, the run still takes all its steps."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
     (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} is "}) + "\n" for n in range(48)))
     write_recipe(
@@ -146,14 +138,10 @@ def test_every_fault_is_survived_by_training_from_rewards(capfd, monkeypatch, tm
         train={"steps": 40, "global_batch_size": 32, "compile": False},
         optim={"learning_rate": 2e-2},
     )
-    ending = CommandLine(capfd, monkeypatch)("drill", "recipe.json", "--nproc", "2", "--json")
-    rows = [json.loads(line) for line in ending.out.splitlines() if line.startswith("{")]
-    findings = {row["fault"]: row for row in rows}
-    assert ending.code == 0, ending
-    assert len(findings) == 8 and all(row["identical"] for row in rows)
+    findings = drill(echelon)
+    assert len(findings) == 8
     hung = findings.pop("a reward hangs")
     assert (hung["starts"], hung["lost_steps"], hung["compared"]) == (1, 0, "the steps")
     assert 2.0 < hung["noticed_seconds"] < 30
     assert {row["compared"] for row in findings.values()} == {"every bit"}
     assert findings["a rank killed"]["starts"] == 1 and findings["a rank killed"]["lost_steps"] > 0
-    assert_no_orphan()

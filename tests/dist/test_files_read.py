@@ -8,7 +8,7 @@ import pytest
 
 from echelon.learn.data.tokenizer import train_tokenizer
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import MARK, TEXT, CommandLine, assert_no_orphan, finish, read_lines, start
+from tests.dist.command import TEXT, assert_no_orphan, finish, read_lines, start
 from tests.families import small_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -53,9 +53,7 @@ sys.addaudithook(note)
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
+def folder(echelon, tmp_path):
     small_model("llama", vocab_size=300).save_pretrained("base")
     train_tokenizer([TEXT], 300).save_pretrained("base")
     (tmp_path / "text.txt").write_text(TEXT)
@@ -78,11 +76,10 @@ def folder(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_each_process_reads_a_file_once(folder, capfd, monkeypatch):
-    assert CommandLine(capfd, monkeypatch)("data", "--prepare", "recipe.json").code == 0
+def test_each_process_reads_a_file_once(echelon, folder):
+    assert echelon("data", "--prepare", "recipe.json").code == 0
     job = start("train", "recipe.json", "--nproc", "2", PYTHONPATH=str(folder))
-    ending = finish(job, 300)
-    assert ending.code == 0, ending
+    finish(job, 300).succeeded()
     assert_no_orphan()
     opened = read_lines(folder / "opened.jsonl")
     events = read_lines(RunFolder(folder / "runs" / "small").events_path)

@@ -106,8 +106,7 @@ def test_from_conversations_to_an_adapter_and_a_merged_model(echelon, base, tmp_
     assert "<|im_end|>]]" in ending.out and "vocab_size 302: grown from the checkpoint's 300" in ending.out
     ending = echelon("plan", "recipe.json", "train.global_batch_size=8", "--devices", "8xH100")
     assert ending.code == 0 and "adapter: lora of rank 4 at q_proj" in ending.out, ending
-    ending = echelon("train", "recipe.json", "--nproc", "2")
-    assert ending.code == 0, ending
+    ending = echelon("train", "recipe.json", "--nproc", "2").succeeded()
     check_start(ending.out, run)
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
     expected = logits_of(load_run_model(run.path, torch.device("cpu")), ids)
@@ -247,8 +246,7 @@ def test_qlora_merges_onto_the_dequantized_weights(echelon, tmp_path):
     sources = [{"path": f"{name}.jsonl", "fields": {"messages": "dialogue"}} for name in ("train", "held")]
     data = {"train": sources[:1], "validation": sources[1:], "train_on": "last", "system_prompt": "Add them."}
     run = write_recipe(tmp_path, adapter={"method": "qlora"}, parallel="fsdp", data=data)
-    ending = echelon("train", "recipe.json", "--nproc", "2")
-    assert ending.code == 0, ending
+    echelon("train", "recipe.json", "--nproc", "2").succeeded()
     own, given = (json.loads(echelon("eval", run.path, "--json", *more).out) for more in ((), ("--data", "held.jsonl")))
     assert given["tokens"] == own["tokens"] and given["loss"] == pytest.approx(own["loss"], abs=1e-6)
     assert own["loss"] == pytest.approx(last_loss(run), abs=1e-4)
@@ -284,8 +282,7 @@ def test_full_training_grows_the_vocabulary(echelon, tmp_path, tied):
     assert echelon("train", "recipe.json", "--nproc", "2").code == 0
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
     live = load_run_model(run.path, torch.device("cpu"))
-    ending = echelon("export", run.path, "out")
-    assert ending.code == 0, ending
+    echelon("export", run.path, "out").succeeded()
     model, _ = load_as_the_card_says(Path("out"))
     assert torch.equal(logits_of(model, ids), logits_of(live, ids))
     trained, first = trained_in(run), load_file(base / "model.safetensors")
@@ -319,53 +316,46 @@ def test_a_resumed_adapter_run_equals_an_uninterrupted_one(echelon, base, tmp_pa
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
+GOOD, BAD = (
+    [{"prompt": f"{n} plus {n}?", "completion": f"{2 * n}{end}"} for n in range(96)] for end in (".", " or so.")
+)
+PAIRS = [
+    {"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"]}
+    for good, bad in zip(GOOD, BAD, strict=True)
+]
+JUDGED = [{**record, "label": label} for records, label in ((GOOD, True), (BAD, False)) for record in records]
+
+
 @pytest.mark.slow
-def test_preferences_move_an_adapter(echelon, base, tmp_path):
-    """The loss falls below ln 2, its initial value, and margins of held-out pairs grow."""
-    pairs = [{"prompt": f"{n} plus {n}?", "chosen": f"{2 * n}.", "rejected": f"{2 * n} or so."} for n in range(96)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+@pytest.mark.parametrize(
+    ("name", "records", "counted", "first", "accuracy", "refusal"),
+    [
+        ("dpo", PAIRS, "pairs", math.log(2), 0.9,
+         "a run with objective.name=dpo, orpo, simpo, cpo or reward can be"),
+        ("kto", JUDGED, "answers", 0.5, 0.8, "only a run with objective.name=kto can be evaluated"),
+    ],
+    ids=["pairs", "judged answers"],
+)  # fmt: skip
+def test_preferences_move_an_adapter(echelon, base, tmp_path, name, records, counted, first, accuracy, refusal):
+    """The loss falls below its initial value, and margins of held-out records grow."""
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     run = write_recipe(
-        tmp_path, data={"train": "pairs.jsonl", "sequence_len": 128}, objective={"name": "dpo", "beta": 0.5},
+        tmp_path, data={"train": "given.jsonl", "sequence_len": 128}, objective={"name": name, "beta": 0.5},
         train={"steps": 30, "eval_every": 10}, optim={"learning_rate": 5e-3},
     )  # fmt: skip
-    ending = echelon("train", "recipe.json", "--nproc", "2")
-    assert ending.code == 0, ending
+    echelon("train", "recipe.json", "--nproc", "2").succeeded()
     rows = read_lines(run.metrics_path)
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[0]["loss"] == pytest.approx(first, abs=1e-6)
     evals = [row for row in rows if row["kind"] == "eval"]
-    assert evals[-1]["loss"] < evals[0]["loss"] < math.log(2)
-    assert evals[-1]["reward_margin"] > evals[0]["reward_margin"] > 0 and evals[-1]["reward_accuracy"] > 0.9
+    assert evals[-1]["loss"] < evals[0]["loss"] < first and evals[-1][counted] > 0
+    assert evals[-1]["pairs"] is None or name == "dpo"
+    assert evals[-1]["reward_margin"] > evals[0]["reward_margin"] > 0 and evals[-1]["reward_accuracy"] > accuracy
     own = json.loads(echelon("eval", run.path, "--json").out)
     assert own["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
-    given = json.loads(echelon("eval", run.path, "--data", "pairs.jsonl", "--json").out)
-    assert given["pairs"] == 96 and given["reward_margin"] > 0
+    given = json.loads(echelon("eval", run.path, "--data", "given.jsonl", "--json").out)
+    assert given[counted] == len(records) and given["reward_margin"] > 0
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
     model, _ = load_as_the_card_says(run.export_dir)
     torch.testing.assert_close(logits_of(model, ids), logits_of(load_run_model(run.path, torch.device("cpu")), ids))
-    ending = echelon("eval", "base", "--data", "pairs.jsonl")
-    assert ending.code == 2 and "a run with objective.name=dpo, orpo, simpo, cpo or reward can be" in ending.err
-
-
-@pytest.mark.slow
-def test_judged_answers_move_an_adapter(echelon, base, tmp_path):
-    """The loss falls below 1/2, its initial value, and good answers gain over bad ones."""
-    answers = [{"prompt": f"{n} plus {n}?", "completion": f"{2 * n}.", "label": True} for n in range(96)]
-    answers += [{"prompt": f"{n} plus {n}?", "completion": f"{2 * n} or so.", "label": False} for n in range(96)]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    run = write_recipe(
-        tmp_path, data={"train": "answers.jsonl", "sequence_len": 128}, objective={"name": "kto", "beta": 0.5},
-        train={"steps": 30, "eval_every": 10}, optim={"learning_rate": 5e-3},
-    )  # fmt: skip
-    ending = echelon("train", "recipe.json", "--nproc", "2")
-    assert ending.code == 0, ending
-    rows = read_lines(run.metrics_path)
-    assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)
-    evals = [row for row in rows if row["kind"] == "eval"]
-    assert evals[-1]["loss"] < evals[0]["loss"] < 0.5 and evals[-1]["answers"] > 0 and evals[-1]["pairs"] is None
-    assert evals[-1]["reward_margin"] > evals[0]["reward_margin"] > 0 and evals[-1]["reward_accuracy"] > 0.8
-    own = json.loads(echelon("eval", run.path, "--json").out)
-    assert own["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
-    given = json.loads(echelon("eval", run.path, "--data", "answers.jsonl", "--json").out)
-    assert given["answers"] == 192 and given["reward_margin"] > 0
-    ending = echelon("eval", "base", "--data", "answers.jsonl")
-    assert ending.code == 2 and "only a run with objective.name=kto can be evaluated" in ending.err
+    ending = echelon("eval", "base", "--data", "given.jsonl")
+    assert ending.code == 2 and refusal in ending.err

@@ -74,8 +74,7 @@ def test_a_run_from_a_bucket_of_google_equals_one_from_here(tmp_path):
             # Another machine downloads what the first has prepared.
             ("other", "gs://bucket/text/*.txt", shared, "data.prepared_dir=other"),
         ):
-            ending = train(name, place, *overrides)
-            assert ending.code == 0, ending
+            train(name, place, *overrides).succeeded()
         assert rows("far") == rows("near") and rows("other") == rows("near") and len(rows("near")) == 20
         assert [name for name in store.find("bucket/prepared") if name.endswith("00000000.bin")]
 

@@ -68,8 +68,7 @@ def base(tmp_path_factory):
     place = tmp_path_factory.mktemp("base")
     (place / "base.json").write_text(json.dumps(BASE))
     for command in (("train", "base.json", "--nproc", "1"), ("export", "runs/base", "base")):
-        ended = finish(start(*command, cwd=place), seconds=600)
-        assert ended.code == 0, ended.err
+        finish(start(*command, cwd=place), seconds=600).succeeded()
     folder = place / "base"
     said = answers(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), HELD_OUT)
     assert accuracy(said, HELD_OUT, end="") < 0.05
@@ -98,12 +97,10 @@ def test_a_task_is_learned_and_survives_merging(echelon, base, method, precision
         "train": {**TUNED["train"], "precision": precision},
     }
     Path("tuned.json").write_text(json.dumps(recipe))
-    trained = echelon("train", "tuned.json", "--nproc", "1")
-    assert trained.code == 0, trained.err
+    echelon("train", "tuned.json", "--nproc", "1").succeeded()
     live = load_run_model(Path("runs/tuned"), torch.device("cpu"))
     after = accuracy(answers(live, AutoTokenizer.from_pretrained("runs/tuned/model"), HELD_OUT), HELD_OUT)
-    merged = echelon("export", "runs/tuned", "merged", "--merge")
-    assert merged.code == 0, merged.err
+    echelon("export", "runs/tuned", "merged", "--merge").succeeded()
     plain = AutoModelForCausalLM.from_pretrained("merged")
     there = accuracy(answers(plain, AutoTokenizer.from_pretrained("merged"), HELD_OUT), HELD_OUT)
     comparison = json.loads(Path("merged/merge.json").read_text())

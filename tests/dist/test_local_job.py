@@ -12,13 +12,12 @@ import psutil
 import pytest
 
 from echelon.ground.sockets import find_free_port
-from tests.dist.command import read_lines
+from tests.dist.command import LAUNCHER_KEYS, read_lines
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
 STUB = Path(__file__).with_name("stub_job.py")
-LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start_job(folder, mode, count=2, restarts=0, *rendezvous):
@@ -162,33 +161,22 @@ def test_killing_the_parent_leaves_no_orphan(tmp_path):
     assert_gone(pids, seconds=5)
 
 
-def launched_environment(rank, world_size, port):
+def open_store(seconds, port):
+    """The last line of rank 0 of two, which opens its store at a port and waits some seconds for its peer."""
+    code = f"from echelon.run.lifecycle.process_group import open_store; open_store({seconds})"
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
-    return env | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    env |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    return result.stderr.strip().splitlines()[-1].removeprefix("echelon.ground.errors.LaunchError: ")
 
 
 def test_used_port_is_named_with_a_fix():
-    code = "from echelon.run.lifecycle.process_group import open_store; open_store(10)"
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        env = launched_environment(0, 2, port)
-        result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"echelon.ground.errors.LaunchError: rank 0 cannot listen on 127.0.0.1:{port}")
-    assert "MASTER_PORT" in last
+        said = open_store(10, port)
+    assert said.startswith(f"rank 0 cannot listen on 127.0.0.1:{port}") and "MASTER_PORT" in said
 
 
 def test_missing_peer_is_named_with_a_fix():
-    code = "from echelon.run.lifecycle.process_group import open_store; open_store(2)"
     port = find_free_port("127.0.0.1")
-    env = launched_environment(0, 2, port)
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        f"echelon.ground.errors.LaunchError: rank 0 did not meet all 2 processes at 127.0.0.1:{port}"
-    )
+    assert open_store(2, port).startswith(f"rank 0 did not meet all 2 processes at 127.0.0.1:{port}")

@@ -49,8 +49,7 @@ def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
 
 @pytest.mark.slow
 def test_a_verbose_run_prints_time_rank_and_logger(echelon, tmp_path):
-    ending = echelon("-v", "train", "recipe.json", "--nproc", "2")
-    assert ending.code == 0
+    ending = echelon("-v", "train", "recipe.json", "--nproc", "2").succeeded()
     shown = records(ending.out)
     assert len(shown) == len(ending.out.splitlines()), "every line is a record"
     assert kept_console(tmp_path) == ending.out.splitlines()

@@ -185,8 +185,7 @@ def recipes(folder):
     os.symlink(Path(__file__).parents[2] / "recipes", folder / "recipes")
 
     def train(name, *settings):
-        ending = finish(start("train", f"recipes/loops/{name}.yaml", *settings, cwd=folder), 240)
-        assert ending.code == 0, ending
+        finish(start("train", f"recipes/loops/{name}.yaml", *settings, cwd=folder), 240).succeeded()
         rows = [row for path in (folder / "runs").glob("own-*") for row in read_lines(path / "metrics.jsonl")]
         return [row for row in rows if row["kind"] == "train"]
 

@@ -72,8 +72,7 @@ def test_a_killed_run_repeats_the_batches_bit_for_bit(echelon, tmp_path, monkeyp
         if name == "killed":
             (folder / "mark").touch()
         monkeypatch.chdir(folder)
-        ended = run()
-        assert ended.code == 0, ended.err
+        ended = run().succeeded()
         assert "data: batches of my_source:Counting\n" in ended.out
     events = [event["event"] for event in read_lines(folders["killed"] / "run" / "events.jsonl")]
     assert "failure" in events and "resume" in events, "it was killed, and resumed from a checkpoint"

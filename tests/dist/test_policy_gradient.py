@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import await_line, finish, process_of, read_lines, start, write_recipe
+from tests.dist.command import train_in_process, train_rows, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -17,16 +16,10 @@ STEPS = 20
 
 def train(folder, nproc, kills):
     """Train in a process of its own; returns the rows. `kills`: whether a rank is killed in the sixth step or later."""
-    name = f"{nproc}-{kills}"
-    settings = (f"run.name={name}", "train.loop=policy_gradient:grpo", "--nproc", str(nproc), "parallel=fsdp")
-    job = start("train", "recipe.json", *settings, cwd=folder)
-    run = RunFolder(folder / "runs" / name)
-    if kills:
-        await_line(run.metrics_path, '"step": 6,', job, seconds=200)
-        process_of(run, nproc - 1).kill()
-    ending = finish(job, 240)
-    assert ending.code == 0 and ("restart 1 of" in ending.out) == kills, ending
-    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+    settings = ("train.loop=policy_gradient:grpo", "parallel=fsdp")
+    ending, run = train_in_process(folder, f"{nproc}-{kills}", nproc, *settings, kill_at=6 if kills else None)
+    assert ("restart 1 of" in ending.out) == kills, ending
+    return train_rows(run)
 
 
 @pytest.fixture

@@ -14,19 +14,17 @@ from transformers import AutoModelForCausalLM
 
 import echelon
 from echelon.ground.errors import ConfigError, DataError, StoppedError, TrainingError
-from tests.dist.command import EXACT, assert_no_orphan, read_lines, write_recipe
+from tests.dist.command import EXACT, read_lines, write_recipe
 from tests.own_parts import write_package
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
+def folder(marked, monkeypatch, tmp_path):
     """The working directory of a script; no process that it starts may outlive the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
-    yield tmp_path
-    assert_no_orphan()
+    return tmp_path
 
 
 def interrupt(name, step):

@@ -42,8 +42,7 @@ def test_lora_trains_resumes_merges_and_exports(echelon, base, tmp_path):
     assert equal_tensors(tensors_of(run.path, 6), resumed) and exact_rows(run) == rows
     plain = AdaptedRun(run.path, None, torch.device("cpu"))
     expected = plain.merged([name for name, _ in plain.skeleton.named_parameters()])
-    ending = echelon("train", "recipe.json", "--nproc", "1", "parallel=fsdp", "--fresh")
-    assert ending.code == 0, ending
+    echelon("train", "recipe.json", "--nproc", "1", "parallel=fsdp", "--fresh").succeeded()
     check_merged(echelon, run, tmp_path, set(expected))
 
 
@@ -69,8 +68,7 @@ def check_merged(echelon, run, tmp_path, names):
 
 def test_qlora_says_what_quantizing_again_costs(echelon, base, tmp_path):
     write_recipe(tmp_path, adapter={"method": "qlora"}, train={"steps": 2})
-    ending = echelon("train", "recipe.json", "--nproc", "1")
-    assert ending.code == 0, ending
+    ending = echelon("train", "recipe.json", "--nproc", "1").succeeded()
     [line] = [line for line in ending.out.splitlines() if "quantized again to 4 bits" in line]
     median, largest = map(float, re.search(r"is ([0-9.]+) in the median of 14 and ([0-9.]+) at most", line).groups())
     assert 0.05 < median <= largest < 1

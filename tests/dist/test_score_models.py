@@ -77,8 +77,7 @@ def test_from_pairs_to_the_same_scores_in_transformers(echelon, base, tmp_path, 
     assert ending.code == 0 and "echelon generate" not in ending.err, ending
     evals = [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"]
     assert evals[-1]["reward_accuracy"] > 0.9 and evals[-1]["reward_margin"] > 0.5
-    ending = echelon("eval", run.path, "--json")
-    assert ending.code == 0, ending
+    ending = echelon("eval", run.path, "--json").succeeded()
     assert json.loads(ending.out)["loss"] == pytest.approx(evals[-1]["loss"], abs=1e-4)
     given = json.loads(echelon("eval", run.path, "--data", "pairs.jsonl", "--json").out)
     assert given["pairs"] == 96 and given["reward_accuracy"] > 0.9
@@ -119,8 +118,7 @@ def test_from_labels_to_the_same_classifier_in_transformers(echelon, base, tmp_p
 
     options = ("--merge",) if method == "lora" else ()
     assert echelon("export", run.path, "whole", *options).code == 0
-    ending = echelon("eval", "whole", "--data", "texts.jsonl", "--json")
-    assert ending.code == 0, ending
+    ending = echelon("eval", "whole", "--data", "texts.jsonl", "--json").succeeded()
     exported = json.loads(ending.out)
     assert exported["loss"] == pytest.approx(given["loss"], abs=1e-4) and exported["labels"] == given["labels"]
     trained = load_run_model(run.path, CPU)

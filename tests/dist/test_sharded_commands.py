@@ -152,13 +152,11 @@ def test_memory_for_less_than_the_model_is_enough(echelon, tmp_path):
         checkpoint={"every": 2},
     )
     (tmp_path / "text.txt").write_text(TEXT[:5000])
-    trained = echelon("train", "recipe.json", "--nproc", "1")
-    assert trained.code == 0, trained
+    echelon("train", "recipe.json", "--nproc", "1").succeeded()
     cap = count_idle_bytes() + 3 * MODEL_BYTES // 4
     for target, *more in (("model", "--data", "text.txt"), ("runs/tiny",)):
         expected = json.loads(echelon("eval", target, *more, "--json").out)["loss"]
-        found = run_capped(cap, "eval", target, *more, "--json", "--nproc", "4")
-        assert found.code == 0, found
+        found = run_capped(cap, "eval", target, *more, "--json", "--nproc", "4").succeeded()
         assert json.loads(found.out)["loss"] == pytest.approx(expected, abs=1e-6)
         lacking = run_capped(cap, "eval", target, *more, "--json", "--nproc", "1")
         assert lacking.code != 0 and "memory" in lacking.err.lower(), lacking

@@ -44,8 +44,7 @@ def train(folder, prepared):
     (folder / "steady_parts.py").write_text(PARTS)
     write_recipe(folder, objective={"name": "steady_parts:Steady"}, train={"steps": 40}, checkpoint={"every": 40})
     command = ("train", "recipe.json", "--nproc", "1", "--fresh", f"data.prepared_dir={folder / prepared}")
-    ended = finish(start(*command, cwd=folder, PYTHONPATH=str(folder)), 120)
-    assert ended.code == 0, ended.err
+    finish(start(*command, cwd=folder, PYTHONPATH=str(folder)), 120).succeeded()
     rows = [row for row in read_lines(folder / "runs" / "tiny" / "metrics.jsonl") if row["kind"] == "train"]
     report = finish(start("report", "tiny", "--text", cwd=folder)).out
     return median(row["tokens_per_second"] for row in rows[1:]), report

@@ -30,8 +30,7 @@ PAIRS = {
 
 def train(echelon, folder, name, processes, *overrides):
     """The rows of a run's metrics, and what it printed."""
-    ending = echelon("train", "recipe.json", f"run.name={name}", "--nproc", processes, *overrides)
-    assert ending.code == 0, ending.err
+    ending = echelon("train", "recipe.json", f"run.name={name}", "--nproc", processes, *overrides).succeeded()
     return read_lines(folder / "runs" / name / "metrics.jsonl"), ending.out + ending.err
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import MARK, assert_no_orphan, await_line, find_listeners, finish, start, write_recipe
+from tests.dist.command import await_line, find_listeners, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -54,12 +54,10 @@ def is_open(address, port):
 
 
 @pytest.fixture
-def job(monkeypatch, tmp_path):
+def job(marked, tmp_path):
     """A job of two processes that trains until it is stopped."""
-    monkeypatch.setenv(MARK, str(tmp_path))
     write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every": 100_000})
-    yield start("train", "recipe.json", "--nproc", "2", cwd=tmp_path)
-    assert_no_orphan()
+    return start("train", "recipe.json", "--nproc", "2", cwd=tmp_path)
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")

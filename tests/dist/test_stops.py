@@ -18,7 +18,7 @@ from tests.dist.command import (
     start,
     write_recipe,
 )
-from tests.parity.training import equal_tensors, tensors_of
+from tests.faults.stories import assert_same
 
 pytestmark = pytest.mark.dist
 
@@ -69,13 +69,7 @@ def test_stopped_and_resumed_runs_equal_an_uninterrupted_one(echelon, run, tmp_p
     assert seconds["stopped"] > 1 and seconds["down"] == seconds["redone"] == 0, seconds
     assert echelon(*COMMAND, "run.dir=runs/whole").code == 0
     whole = RunFolder(tmp_path / "runs" / "whole")
-    assert exact_rows(run) == exact_rows(whole)
-    assert equal_tensors(tensors_of(run.path, STEPS), tensors_of(whole.path, STEPS))
-    losses = [
-        [(row["step"], row["loss"]) for row in read_lines(each.metrics_path) if row["kind"] == "eval"]
-        for each in (run, whole)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert len(assert_same(run, whole, STEPS)) == 4
 
 
 @pytest.mark.slow

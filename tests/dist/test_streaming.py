@@ -69,8 +69,7 @@ def test_a_run_from_a_bucket_equals_one_from_prepared_text(echelon, server, tmp_
     data["stream"] = {"window": 256}
     write_recipe(tmp_path, data={**data, "train": address}, **sections)
     given = (f"data.prepared_dir={whole}", "run.name=whole")
-    ending = echelon("train", "recipe.json", "--nproc", "2", *given)
-    assert ending.code == 0, ending
+    echelon("train", "recipe.json", "--nproc", "2", *given).succeeded()
     straight = RunFolder(tmp_path / "runs" / "whole")
     assert len(exact_rows(straight)) == STEPS
 
@@ -249,8 +248,7 @@ def test_files_of_an_https_server_give_the_batches_of_the_same_files_here(tmp_pa
                 train={"steps": 10, "global_batch_size": 32, "eval_every": None, "precision": "fp32"},
             )  # fmt: skip
             arguments = ("train", "recipe.json", "--nproc", "2")
-            ending = finish(start(*arguments, cwd=tmp_path, SSL_CERT_FILE=str(certificate)), 300)
-            assert ending.code == 0, ending
+            finish(start(*arguments, cwd=tmp_path, SSL_CERT_FILE=str(certificate)), 300).succeeded()
             found.append(exact_rows(RunFolder(tmp_path / "runs" / ("far" if place == address else "near"))))
         assert found[0] == found[1] and len(found[0]) == 10
         # The file changes: a resume says so.

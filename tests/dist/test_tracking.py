@@ -57,8 +57,7 @@ def test_one_tracking_run_across_a_resume_with_a_registered_model(echelon, tmp_p
         tmp_path, train={"steps": 4, "eval_every": 2}, optim=flat, track=["mlflow"], mlflow={"log_model": "tiny"}
     )
     run = RunFolder(Path("runs/tiny"))
-    first = echelon("train", "recipe.json", "--nproc", "1")
-    assert first.code == 0, first
+    echelon("train", "recipe.json", "--nproc", "1").succeeded()
     os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
     ending = echelon("train", "recipe.json", "train.steps=7", "--nproc", "1")
     assert ending.code == 0 and "Resuming from step-00000003" in ending.out
@@ -100,8 +99,7 @@ def test_an_absent_server_does_not_stop_training(echelon, tmp_path):
     """The address contains a password, which is never shown."""
     write_recipe(tmp_path, train={"steps": 3}, track=["mlflow"])
     address = f"http://me:{SECRET}@127.0.0.1:{find_free_port('127.0.0.1')}"
-    ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address))
-    assert ending.code == 0, ending
+    ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address)).succeeded()
     [line] = [line for line in ending.out.splitlines() if "mlflow fails" in line]
     assert "training continues" in line and "***@127.0.0.1" in line
     assert "track: mlflow is missing 4 of 4 rows; run the same command again to send them" in ending.out
@@ -177,8 +175,7 @@ def test_killing_the_server_during_a_run_loses_nothing(echelon, tmp_path, server
         os.kill(run.read_pids()[1], signal.SIGSTOP)  # however long the server takes to restart
         server.start()
         os.kill(run.read_pids()[1], signal.SIGCONT)
-    ending = finish(process, 500)
-    assert ending.code == 0, ending
+    ending = finish(process, 500).succeeded()
     assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == list(range(1, 1201))
     if not returns:
         assert "track: mlflow is missing" in ending.out and "run the same command again to send them" in ending.out

@@ -25,12 +25,10 @@ ENVIRONMENT = {"PATH": "/bin", "RANK": "1", "OMP_NUM_THREADS": "3,2", "ODD": 'a 
 
 
 @pytest.fixture
-def warm(monkeypatch, tmp_path):
-    monkeypatch.setenv(MARK, str(tmp_path))
+def warm(marked, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(STUB.parent))
     with closing(WarmStart((sys.executable, str(STUB)), {})) as warm:
         yield warm
-    assert_no_orphan()
 
 
 def fork(warm, place, order):

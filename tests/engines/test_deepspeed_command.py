@@ -29,8 +29,9 @@ def test_a_run_is_the_native_one(tmp_path):
     for name, sections in (("native", {"parallel": "zero2"}), ("deepspeed", MORE)):
         folder = tmp_path / name
         folder.mkdir()
-        ended = finish(start("train", str(write_recipe(folder, **sections)), "--nproc", "2", cwd=folder), SECONDS)
-        assert ended.code == 0, ended.err
+        ended = finish(
+            start("train", str(write_recipe(folder, **sections)), "--nproc", "2", cwd=folder), SECONDS
+        ).succeeded()
         assert ("zero2 by deepspeed on 2 processes" in ended.err + ended.out) == (name == "deepspeed")
     ours, theirs = losses(tmp_path / "deepspeed"), losses(tmp_path / "native")
     assert ours.keys() == theirs.keys()
@@ -45,8 +46,7 @@ def test_a_killed_worker_is_restarted_from_the_newest_checkpoint(tmp_path):
     run = RunFolder(tmp_path / "runs" / "tiny")
     await_line(run.path / "events.jsonl", '"checkpoint"', process, SECONDS)
     process_of(run, 1).kill()
-    ended = finish(process, SECONDS)
-    assert ended.code == 0, ended.err
+    ended = finish(process, SECONDS).succeeded()
     assert "Resuming from step-" in ended.out + ended.err
     assert sorted(losses(tmp_path)) == list(range(1, 41))
 
@@ -65,8 +65,7 @@ def test_a_signal_saves_and_the_native_engine_goes_on(tmp_path):
     del plain["engine"], plain["deepspeed"]
     recipe.write_text(json.dumps(plain))
     more = (f"train.steps={max(60, steps)}", "parallel=fsdp")
-    ended = finish(start("train", str(recipe), *more, "--nproc", "1", cwd=tmp_path), SECONDS)
-    assert ended.code == 0, ended.err
+    finish(start("train", str(recipe), *more, "--nproc", "1", cwd=tmp_path), SECONDS).succeeded()
     assert sorted(losses(tmp_path)) == list(range(1, max(60, steps) + 1))
 
 

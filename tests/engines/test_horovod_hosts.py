@@ -9,23 +9,18 @@ from pathlib import Path
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
+from tests.cases import needs_machines
+from tests.dist.command import LAUNCHER_KEYS, train_rows, write_recipe
 from tests.launchers.secure_shell import serve_ssh, ssh_missing
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.parity.training import hashes
 
 pytest.importorskip("horovod")
-WHY_NOT = namespaces_allowed() or ssh_missing()
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = needs_machines(ssh_missing())
 
 TOLERANCE = 1e-5
 TRAIN = [sys.executable, "-m", "echelon", "train", "recipe.json"]
 PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-
-
-def rows(folder: Path, name: str) -> list[dict]:
-    lines = read_lines(RunFolder(folder / "runs" / name).metrics_path)
-    return [each for each in lines if each["kind"] == "train"]
 
 
 def test_horovodrun_on_two_machines(tmp_path: Path) -> None:
@@ -48,6 +43,6 @@ def test_horovodrun_on_two_machines(tmp_path: Path) -> None:
         )
         output = job.communicate(timeout=400)[0]
     assert job.returncode == 0, output
-    found, expected = rows(tmp_path, "hosts"), rows(tmp_path, "native")
+    found, expected = (train_rows(RunFolder(tmp_path / "runs" / name)) for name in ("hosts", "native"))
     assert [each["step"] for each in found] == [1, 2, 3, 4, 5, 6] and hashes(found) == hashes(expected)
     assert max(abs(one["loss"] - other["loss"]) for one, other in zip(found, expected, strict=True)) < TOLERANCE

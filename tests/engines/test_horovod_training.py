@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.planner.plan import ParallelPlan
 from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
-from tests.engines.engine_drill import assert_every_fault_is_survived
 from tests.parity.training import Row, hashes, prepare, read_rows, train_rank, with_ranks
 from tests.workers import run_in_new_processes
 
@@ -140,9 +139,3 @@ def test_every_launcher_starts_one_job(tmp_path: Path, launcher: str) -> None:
     assert [each["step"] for each in found] == [1, 2, 3, 4, 5, 6]
     assert hashes(found) == hashes(expected)
     assert largest(found, expected, "loss") < TOLERANCE
-
-
-@pytest.mark.slow
-def test_every_fault_is_survived(tmp_path: Path) -> None:
-    """A killed rank, a hang, a signal, a full disk, NaN: the losses are those of a run without faults, bit for bit."""
-    assert_every_fault_is_survived(tmp_path, "engine=horovod")

@@ -8,26 +8,18 @@ from pathlib import Path
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import read_lines, write_recipe
-from tests.namespaces import machines, namespaces_allowed
+from tests.cases import needs_machines
+from tests.dist.command import train_rows, write_recipe
+from tests.namespaces import machines
 from tests.parity.training import hashes
 
 pytest.importorskip("keras_hub")
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 
 STEPS = 10
 TOLERANCE = 1e-4
 TRAIN = [sys.executable, "-m", "echelon", "train", "recipe.json"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-
-
-def rows(folder: Path, name: str) -> list[dict]:
-    lines = read_lines(RunFolder(folder / "runs" / name).metrics_path)
-    return [each for each in lines if each["kind"] == "train"]
 
 
 def test_two_machines(tmp_path: Path) -> None:
@@ -42,7 +34,7 @@ def test_two_machines(tmp_path: Path) -> None:
         outputs = [each.communicate(timeout=600)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0], outputs
     assert "2 copies of the model" in outputs[0]
-    found, expected = rows(tmp_path, "hosts"), rows(tmp_path, "native")
+    found, expected = (train_rows(RunFolder(tmp_path / "runs" / name)) for name in ("hosts", "native"))
     assert len(found) == STEPS and hashes(found) == hashes(expected)
     for key in ("loss", "grad_norm"):
         assert max(abs(one[key] - other[key]) for one, other in zip(found, expected, strict=True)) < TOLERANCE

@@ -112,26 +112,19 @@ def native(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     return train(Row(), tmp_path_factory.mktemp("native"), text)
 
 
-def test_one_process(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    """Uneven targets, several microbatches."""
-    assert_equal(train(by_tensorflow(Row(micro_batch=2)), tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_two_mirrored_copies(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    row = by_tensorflow(Row(micro_batch=4), strategy="mirrored", replicas=2)
-    assert_equal(train(row, tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_copies_that_do_not_divide_a_microbatch(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    row = by_tensorflow(Row(micro_batch=4), strategy="mirrored", replicas=3)
-    assert_equal(train(row, tmp_path, text), native)
-
-
-@pytest.mark.slow
-def test_two_workers(text: Path, tmp_path: Path, native: list[dict[str, Any]]) -> None:
-    assert_equal(train(by_tensorflow(with_ranks(Row(), 2, micro_batch=2)), tmp_path, text), native)
+@pytest.mark.parametrize(
+    ("row", "section"),
+    [
+        pytest.param(Row(micro_batch=2), {}, id="one process"),
+        pytest.param(Row(micro_batch=4), {"replicas": 2}, id="two copies", marks=pytest.mark.slow),
+        pytest.param(Row(micro_batch=4), {"replicas": 3}, id="not dividing a microbatch", marks=pytest.mark.slow),
+        pytest.param(with_ranks(Row(), 2, micro_batch=2), {}, id="two workers", marks=pytest.mark.slow),
+    ],
+)
+def test_native_losses(text: Path, tmp_path: Path, native: list[dict[str, Any]], row: Row, section: Any) -> None:
+    """Uneven targets, several microbatches; mirrored copies, and processes."""
+    strategy = {"strategy": "mirrored"} if section else {}
+    assert_equal(train(by_tensorflow(row, **strategy, **section), tmp_path, text), native)
 
 
 @pytest.mark.slow
@@ -145,14 +138,12 @@ def test_a_killed_process_is_restarted(tmp_path: Path) -> None:
     """The losses are those of a run without a fault, and of native."""
     write_recipe(tmp_path, train={"steps": 30, "log_every": 1})
     arguments = ("train", "recipe.json", "--nproc", "2")
-    native = finish(start(*arguments, "run.name=native", "parallel=ddp", cwd=tmp_path), 300)
-    assert native.code == 0, native
+    finish(start(*arguments, "run.name=native", "parallel=ddp", cwd=tmp_path), 300).succeeded()
     job = start(*arguments, "run.name=killed", "engine=tensorflow", cwd=tmp_path)
     run = RunFolder(tmp_path / "runs" / "killed")
     await_line(run.metrics_path, '"step": 7,', job, 300)
     process_of(run, 1).kill()
-    ending = finish(job, 400)
-    assert ending.code == 0, ending
+    ending = finish(job, 400).succeeded()
     assert "restart 1 of" in ending.out + ending.err
     assert_same_run(tmp_path, "killed")
 

@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import read_lines, write_recipe
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 DRIVER = """
 import os
 class NVMLError(Exception): pass

@@ -38,16 +38,16 @@ def _no_process_is_left(monkeypatch, tmp_path):
 
 @pytest.fixture
 def agents(tmp_path):
-    """Starts the agents of two machines that share a folder; the first one runs the store."""
-    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
+    """Starts the agents of machines that share a folder; the first one runs the store, at `place`."""
 
-    def start_both(*arguments):
-        command = ("train", "recipe.json", "--nproc", "1", "--nodes", "2", "--rendezvous", place, *arguments)
+    def start_all(nodes=2, begun=None):
+        command = ("train", "recipe.json", "--nproc", "1", "--nodes", str(nodes), "--rendezvous", start_all.place)
         coordinator = start(*command, cwd=tmp_path)
-        await_listener(place, coordinator)
-        return coordinator, start(*command, cwd=tmp_path)
+        await_listener(start_all.place, coordinator)
+        return coordinator, *(start(*command, cwd=tmp_path) for _ in range(1, begun or nodes))
 
-    return start_both
+    start_all.place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
+    return start_all
 
 
 def await_listener(place, process):
@@ -79,8 +79,7 @@ def find_rank(rank):
 
 def train_alone(folder, steps):
     """The same recipe in one process, for comparison."""
-    ending = finish(start("train", "recipe.json", "run.dir=runs/alone", "--nproc", "1", cwd=folder), 200)
-    assert ending.code == 0, ending
+    finish(start("train", "recipe.json", "run.dir=runs/alone", "--nproc", "1", cwd=folder), 200).succeeded()
     rows = train_rows(RunFolder(folder / "runs" / "alone"))
     assert len(rows) == steps
     return rows
@@ -158,13 +157,9 @@ def test_no_machine_waits_if_all_are_told_to_stop(agents, tmp_path, monkeypatch)
     assert [finish(each, 60).code for each in pods] == [3, 3]
 
 
-def test_each_machine_tells_the_loss_of_another_one(tmp_path):
+def test_each_machine_tells_the_loss_of_another_one(agents, tmp_path):
     write_recipe(tmp_path, train={"steps": 5000, "global_batch_size": 6}, checkpoint={"every": 10})
-    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
-    command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
-    coordinator = start(*command, cwd=tmp_path)
-    await_listener(place, coordinator)
-    guest, lost = (start(*command, cwd=tmp_path) for _ in range(2))
+    coordinator, guest, lost = agents(nodes=3)
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 30,', coordinator, 120)
     lost.kill()
     finish(lost, 60)
@@ -183,15 +178,11 @@ def test_a_refusal_is_printed_once_and_ends_all(agents, tmp_path):
     assert endings[0].err.startswith("echelon: data.train.0.path=text.txt") and endings[1].err == ""
 
 
-def test_a_stop_during_the_rendezvous_ends_all_immediately(tmp_path):
+def test_a_stop_during_the_rendezvous_ends_all_immediately(agents, tmp_path):
     """No rank can save yet, so the agents do not wait for the notice time of 60 s."""
     write_recipe(tmp_path)
-    place = f"127.0.0.1:{find_free_port('127.0.0.1')}"
-    command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
-    coordinator = start(*command, cwd=tmp_path)
-    await_listener(place, coordinator)
-    guest = start(*command, cwd=tmp_path)
-    await_beats(place)
+    coordinator, guest = agents(nodes=3, begun=2)
+    await_beats(agents.place)
     guest.send_signal(signal.SIGTERM)
     endings = [finish(each, 20) for each in (coordinator, guest)]
     assert [each.code for each in endings] == [1, 1], endings
@@ -232,8 +223,7 @@ def test_a_background_job_is_watched_and_cancelled(tmp_path):
     """`--to local`: launch, status, cancel, launch again until the end."""
     write_recipe(tmp_path, train={"steps": 3000}, checkpoint={"every": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
-    launched = finish(start("launch", "recipe.json", "--to", "local", cwd=tmp_path), 60)
-    assert launched.code == 0, launched
+    launched = finish(start("launch", "recipe.json", "--to", "local", cwd=tmp_path), 60).succeeded()
     name = next(path.name for path in (tmp_path / "jobs").iterdir())
     assert f"launched {name}" in launched.out
     sleeper = start("logs", name, "--follow", cwd=tmp_path)

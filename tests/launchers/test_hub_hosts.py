@@ -14,15 +14,12 @@ import pytest
 
 from echelon.run.folder.run_folder import RunFolder
 from tests import hub_server
-from tests.dist.command import read_lines, write_recipe
-from tests.namespaces import machines, namespaces_allowed
+from tests.cases import needs_machines
+from tests.dist.command import train_rows, write_recipe
+from tests.namespaces import machines
 from tests.parity.training import LOSS
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 
 NAME = "team/tiny"
 STEPS = 20
@@ -77,10 +74,6 @@ def start(network, parallel, models, folder, **tokens):
     return [agent.returncode for agent in agents], outputs, json.loads(log.read_text())
 
 
-def rows(folder):
-    return [row for row in read_lines(RunFolder(folder / "runs" / "tiny").metrics_path) if row["kind"] == "train"]
-
-
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_each_machine_downloads_each_file_once_from_one_commit(parallel, models, tmp_path):
     """The repository gets a new commit as soon as the first machine has resolved the name."""
@@ -104,7 +97,7 @@ def test_each_machine_downloads_each_file_once_from_one_commit(parallel, models,
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1"]
     alone = subprocess.run(command, cwd=tmp_path / "alone", check=False, **PIPES)
     assert alone.returncode == 0, alone.stdout
-    together, single = rows(tmp_path / "node-1"), rows(tmp_path / "alone")
+    together, single = (train_rows(RunFolder(tmp_path / place / "runs" / "tiny")) for place in ("node-1", "alone"))
     assert len(single) == STEPS and [row["batch_hash"] for row in together] == [row["batch_hash"] for row in single]
     difference = max(abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(together, single, strict=True))
     print(f"largest difference of a loss, {parallel} on two machines and one process: {difference:.2g}")

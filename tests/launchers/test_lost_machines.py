@@ -9,16 +9,13 @@ import time
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import await_line, read_events, train_rows, write_recipe
 from tests.dist.test_elastic import await_count
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.parity.training import LOSS
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 
 # A low learning rate, so that rounding differences do not grow over many steps.
 GENTLE = {"learning_rate": 1e-4}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
-from tests.dist.command import LAUNCHER_KEYS, read_lines, write_recipe
+from tests.dist.command import LAUNCHER_KEYS, train_rows, write_recipe
 from tests.launchers.secure_shell import serve_ssh, ssh_missing
 from tests.namespaces import machines, namespaces_allowed
 
@@ -29,10 +29,6 @@ def environment():
     return without | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
 
 
-def rows(folder):
-    return [row for row in read_lines(RunFolder(folder / "runs" / "tiny").metrics_path) if row["kind"] == "train"]
-
-
 @pytest.mark.skipif(WHY_NO_MPIRUN is not None, reason=str(WHY_NO_MPIRUN))
 def test_two_ranks_on_one_machine(tmp_path):
     write_recipe(tmp_path)
@@ -40,7 +36,7 @@ def test_two_ranks_on_one_machine(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), timeout=180, check=False, **PIPES)
     assert done.returncode == 0, done.stderr
     assert "plan: ddp on 2 processes" in done.stdout
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 7))
+    assert [row["step"] for row in train_rows(RunFolder(tmp_path / "runs" / "tiny"))] == list(range(1, 7))
 
 
 @pytest.mark.skipif(WHY_NO_MACHINES is not None, reason=str(WHY_NO_MACHINES))
@@ -66,4 +62,4 @@ def test_two_machines_with_rank_zero_away_from_mpirun(tmp_path):
         code, out, err = run("node-1:1,node-2:1")
         assert code == 0, err
     assert "plan: ddp on 2 processes" in out
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 7))
+    assert [row["step"] for row in train_rows(RunFolder(tmp_path / "runs" / "tiny"))] == list(range(1, 7))

@@ -13,17 +13,14 @@ from contextlib import suppress
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import finish, read_lines, start, write_recipe
 from tests.faults.losses import JOINED, LOST, MACHINES, Loss, keep
 from tests.faults.test_quorum import MODEL, assert_same_rows
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 # So that steps are slow, without work for this machine: the gradients of one have 0.3 MB.
 MEGABITS = 10
 PATIENCE_SECONDS = 300

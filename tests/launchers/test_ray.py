@@ -13,14 +13,14 @@ import pytest
 
 from echelon.ground.stored import read_json
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import read_lines, write_recipe
 from tests.launchers.ray_cluster import ray_cluster, ray_missing
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.parity.training import LOSS
 from tests.waiting import wait_until
 
-WHY_NOT = namespaces_allowed() or ray_missing()
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = needs_machines(ray_missing())
 
 SOURCE = Path(__file__).parents[2] / "src"
 GENTLE = {"learning_rate": 1e-4}

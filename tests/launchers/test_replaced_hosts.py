@@ -7,22 +7,18 @@ import subprocess
 from contextlib import suppress
 
 import psutil
-import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import finish, start, write_recipe
 from tests.faults.losses import Loss
 from tests.faults.test_quorum_plans import LLAMA
 from tests.faults.test_replaced_processes import read_exact
 from tests.launchers.test_quorum_hosts import PATIENCE_SECONDS, Job, workers
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.parity.training import equal_tensors, tensors_of
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 STEPS, RARELY = 60, 1000
 LOST = "process_lost"
 
@@ -54,8 +50,7 @@ class RankJob(Job):
         whole, count = RunFolder(self.folder / "runs" / "whole"), self.size * len(self.network)
         plain = ("fault.on_lost_process=restart", "checkpoint.snapshot_every_steps=null", "run.dir=runs/whole")
         command = ("train", "recipe.json", "--nproc", str(count), *plain)
-        ending = finish(start(*command, cwd=self.folder, OMP_NUM_THREADS="1"), PATIENCE_SECONDS)
-        assert ending.code == 0, ending
+        finish(start(*command, cwd=self.folder, OMP_NUM_THREADS="1"), PATIENCE_SECONDS).succeeded()
         assert read_exact(self.run) == read_exact(whole)
         assert equal_tensors(tensors_of(self.run.path, STEPS), tensors_of(whole.path, STEPS))
         self.keep_losses()

@@ -7,16 +7,16 @@ import psutil
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import await_line, finish, read_events, start, train_rows, write_recipe
 from tests.launchers.secure_shell import serve_ssh, ssh_missing
 from tests.launchers.test_lost_machines import PIPES, start_agent
 from tests.launchers.test_lost_machines import finish as finish_agents
 from tests.launchers.test_ssh_hosts import keys
 from tests.launchers.test_ssh_hosts import run as run_on
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 
-WHY_NOT = namespaces_allowed() or ssh_missing()
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = needs_machines(ssh_missing())
 
 WAYS = {
     "local SGD": {"name": "local_sgd", "every": 2},
@@ -29,8 +29,7 @@ WAYS = {
 def train_here(folder):
     """The rows of the same recipe on one machine, with two processes."""
     command = ("train", "recipe.json", "--nproc", "2", "run.name=here")
-    ending = finish(start(*command, cwd=folder, OMP_NUM_THREADS="1"), 120)
-    assert ending.code == 0, ending
+    finish(start(*command, cwd=folder, OMP_NUM_THREADS="1"), 120).succeeded()
     return train_rows(RunFolder(folder / "runs" / "here"))
 
 

@@ -16,20 +16,16 @@ import pytest
 import yaml
 
 from echelon.cli.main import main
+from tests.cases import needs_machines
 from tests.dist.command import EXACT, RECIPE, TEXT, finish, start
 from tests.launchers.containers import await_end, make_image, start_hosts, sync_to_s3
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.object_server import BUCKET, ObjectServer
 from tests.training_service import TrainingServer
 from tests.waiting import wait_until
 
 boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
-reason = namespaces_allowed()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.dist,
-    pytest.mark.skipif(reason is not None, reason=f"hosts cannot be emulated: {reason}"),
-]
+pytestmark = needs_machines()
 
 STEPS = 150
 SECONDS = 300

@@ -20,6 +20,7 @@ import yaml
 
 from echelon.learn.data.prepare import prepare_data
 from echelon.recipe.load import load_recipe
+from tests.cases import needs_machines
 from tests.launchers.containers import await_end, make_image, start_hosts, sync_to_s3
 from tests.launchers.test_sagemaker_hosts import (  # noqa: F401 (submit is a fixture)
     RECIPE,
@@ -33,16 +34,11 @@ from tests.launchers.test_sagemaker_hosts import (  # noqa: F401 (submit is a fi
     show,
     submit,
 )
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 from tests.waiting import wait_until
 
 pytest.importorskip("boto3", reason="no boto3 here; pip install boto3")
-reason = namespaces_allowed()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.dist,
-    pytest.mark.skipif(reason is not None, reason=f"hosts cannot be emulated: {reason}"),
-]
+pytestmark = needs_machines()
 
 LONG = 600
 TOKEN = "hf_" + "aB3dE5fG7hJ9kL1mN3pQ"

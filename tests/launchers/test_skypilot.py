@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 import yaml
 
 from echelon.launch.records import make_job
@@ -16,15 +15,11 @@ from echelon.launch.skypilot import SkyPilotLauncher
 from echelon.launch.source_bundle import build_wheel
 from echelon.recipe.load import parse_recipe
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import EXACT, LAUNCHER_KEYS, RECIPE, TEXT, read_lines
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 
-reason = namespaces_allowed()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.dist,
-    pytest.mark.skipif(reason is not None, reason=f"machines cannot be emulated: {reason}"),
-]
+pytestmark = needs_machines()
 
 SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 400

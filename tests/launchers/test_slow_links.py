@@ -8,15 +8,12 @@ from statistics import median
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import train_rows, write_recipe
 from tests.launchers.test_lost_machines import finish, start_agent
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
-]
+pytestmark = needs_machines()
 
 STEPS, EVERY = 60, 30
 WIDE = {

@@ -389,8 +389,7 @@ def write_sweep(desk, **sections):
 
 def sweep(desk):
     """Run a sweep to its end; return its output."""
-    ending = finish(start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env), 240)
-    assert ending.code == 0, ending
+    ending = finish(start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env), 240).succeeded()
     return ending.out
 
 

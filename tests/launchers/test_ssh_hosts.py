@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from echelon.run.folder.run_folder import RunFolder
+from tests.cases import needs_machines
 from tests.dist.command import await_line, read_lines, write_recipe
 from tests.launchers.secure_shell import serve_ssh, ssh_missing
-from tests.namespaces import machines, namespaces_allowed
+from tests.namespaces import machines
 
-WHY_NOT = namespaces_allowed() or ssh_missing()
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = needs_machines(ssh_missing())
 
 SOURCE = Path(__file__).parents[2] / "src"
 

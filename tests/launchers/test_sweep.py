@@ -52,8 +52,7 @@ def test_a_sweep_of_twelve_trials_killed_midway(here):
     wait_until(lambda: num_ended() >= 5, 200, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    ending = finish(start("sweep", "sweep.yaml", cwd=here), 300)
-    assert ending.code == 0, ending
+    ending = finish(start("sweep", "sweep.yaml", cwd=here), 300).succeeded()
     assert "were running" in ending.out
 
     results = json.loads(Path("sweeps/lr/results.json").read_text())
@@ -91,8 +90,7 @@ def test_a_worse_trial_is_pruned_and_a_stopped_sweep_resumes(here):
     assert_no_orphan()
     saved = len(read_lines(first))
 
-    ending = finish(start("sweep", "sweep.yaml", "--json", cwd=here), 200)
-    assert ending.code == 0, ending
+    ending = finish(start("sweep", "sweep.yaml", "--json", cwd=here), 200).succeeded()
     done, pruned = json.loads(ending.out)["trials"]
     assert (done["trial"], done["state"], done["parameters"]["optim.learning_rate"]) == (0, "done", 1e-2)
     assert (pruned["trial"], pruned["state"], pruned["rank"]) == (1, "pruned", None)

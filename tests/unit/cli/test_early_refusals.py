@@ -52,6 +52,11 @@ REFUSED = [
     ("train recipe.yaml data.train=nosuch.txt", "data.train.0.path=nosuch.txt: no such file or folder"),
     ("train recipe.yaml run.name=a optim.learning_rate=0.5", "run.dir=runs/a contains a run with another recipe:"),
     ("train recipe.yaml run.name=a train.stepss=5", "train.stepss is not a recipe key; did you mean train.steps?"),
+    ("report runs/a --web --port -1", "value for '--port': Input should be greater than or equal to 0"),
+    ("report runs/a --web --port 70000", "value for '--port': Input should be less than or equal to 65535"),
+    ("plan recipe.yaml --mtbf-hours nan", "value for '--mtbf-hours': Input should be less than or equal to 1000000000"),
+    ("plan recipe.yaml --mtbf-hours inf", "value for '--mtbf-hours': Input should be less than or equal to 1000000000"),
+    ("plan recipe.yaml --step-spread inf", "value for '--step-spread': Input should be less than or equal to 1000"),
 ]  # fmt: skip
 
 
@@ -72,27 +77,8 @@ def test_commands_refuse_without_importing_torch(tmp_path):
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     for (command, words), (code, told, heavy) in zip(REFUSED, answers, strict=True):
         assert (code, heavy) == (2, []), (command, told)
-        assert words in told and told.startswith("echelon: "), (command, told)
+        assert words in told and told.startswith(("echelon: ", "Usage: echelon ")), (command, told)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-OUT_OF_RANGE = [
-    ("report runs/a --web --port -1", "'--port': Input should be greater than or equal to 0"),
-    ("report runs/a --web --port 70000", "'--port': Input should be less than or equal to 65535"),
-    ("plan recipe.yaml --mtbf-hours nan", "'--mtbf-hours': Input should be less than or equal to 1000000000"),
-    ("plan recipe.yaml --mtbf-hours inf", "'--mtbf-hours': Input should be less than or equal to 1000000000"),
-    ("plan recipe.yaml --step-spread inf", "'--step-spread': Input should be less than or equal to 1000"),
-]
-
-
-def test_numbers_out_of_range_are_errors_of_usage(tmp_path):
-    commands = json.dumps([command.split() for command, _ in OUT_OF_RANGE])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True
-    )
-    for (command, words), line in zip(OUT_OF_RANGE, done.stdout.splitlines(), strict=True):
-        code, told, heavy = json.loads(line)
-        assert (code, heavy) == (2, []) and f"Invalid value for {words}" in told, (command, told)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from packaging.version import Version
 from typer.main import get_command
 
 from echelon.cli.commands.terminal import render_failure
-from echelon.cli.main import COMMANDS, app, main
+from echelon.cli.main import COMMANDS, app
 from echelon.ground.errors import LaunchError
 from tests.unit.recipe_samples import SMALL
 
@@ -57,23 +57,19 @@ REFUSED = [
 
 
 @pytest.fixture
-def fail(tmp_path, monkeypatch, capsys):
+def fail(echelon, tmp_path, monkeypatch):
     """Runs a command that fails; returns its exit code, its error as JSON, and what else it has printed."""
     (tmp_path / "recipe.yaml").write_text(SMALL)
     (tmp_path / "text.txt").write_text("some text to train on. " * 200)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # else the program is named `python -m pytest`
 
     def run(words):
-        monkeypatch.setattr(sys, "argv", ["echelon", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
+        code, out, err = echelon(*words)
         *others, last = err.splitlines()
         answer = json.loads(last)
         assert list(answer) == ["error"] and list(answer["error"]) == ["code", "message", *PARTS, "more"]
         assert all(part in answer["error"]["message"] for name in PARTS if (part := answer["error"][name]))
-        assert answer["error"]["code"] == ended.value.code
+        assert answer["error"]["code"] == code
         return answer["error"], out, others
 
     return run
@@ -102,12 +98,10 @@ def test_a_refusal_has_its_parts(fail, command, key, value, rule, fix):
     assert out == "" or "--dry-run" in command
 
 
-def test_it_may_stand_before_the_command(fail, monkeypatch, capsys):
+def test_it_may_stand_before_the_command(echelon, fail):
     assert fail(["--json", "train", "nosuch.yaml"])[0]["rule"] == "nosuch.yaml does not exist"
-    monkeypatch.setattr(sys, "argv", ["echelon", "--json", "status"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code and json.loads(capsys.readouterr().out) == {"jobs": [], "runs": []}
+    code, out, _ = echelon("--json", "status")
+    assert not code and json.loads(out) == {"jobs": [], "runs": []}
 
 
 def test_a_closed_pipe_ends_the_command_without_a_word():
@@ -116,16 +110,13 @@ def test_a_closed_pipe_ends_the_command_without_a_word():
     assert (done.stdout, done.stderr) == ("", "1\n")
 
 
-def test_devices_of_unknown_speed_have_a_plan_with_its_memory(tmp_path, monkeypatch, capsys):
+def test_devices_of_unknown_speed_have_a_plan_with_its_memory(echelon, tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(SMALL)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))  # without a calibration
-    monkeypatch.setattr(sys, "argv", ["echelon", "plan", "recipe.yaml", "--devices", "2xcpu", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    answer = json.loads(capsys.readouterr().out)
+    code, out, _ = echelon("plan", "recipe.yaml", "--devices", "2xcpu", "--json")
+    answer = json.loads(out)
     [candidate] = answer["candidates"]
-    assert not ended.value.code and candidate["memory_bytes"] > 2**20 and candidate["fits"]
+    assert not code and candidate["memory_bytes"] > 2**20 and candidate["fits"]
     assert {candidate[name] for name in ("step_seconds", "hours", "usd", "tokens_per_second")} == {None}
     assert "the speed of cpu is unknown" in answer["untimed"] and "echelon plan --calibrate" in answer["untimed"]
 

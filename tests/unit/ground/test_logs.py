@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.main import get_command
 
-from echelon.cli.main import app, main
+from echelon.cli.main import app
 from echelon.ground.errors import ConfigError
 from echelon.ground.launch_environment import find_log_level
 from echelon.ground.logs import RankFilter, keep_console, keep_console_in, keep_line, log_as_rank, log_to_console
@@ -186,11 +186,8 @@ def test_every_command_takes_the_options():
         (["init"], logging.INFO),
     ],
 )
-def test_the_options_set_the_level_of_this_process_and_its_children(tmp_path, monkeypatch, arguments, level):
-    monkeypatch.setattr(sys, "argv", ["echelon", *arguments, str(tmp_path / "recipe.yaml")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+def test_the_options_set_the_level_of_this_process_and_its_children(echelon, arguments, level):
+    assert not echelon(*arguments, "recipe.yaml")[0]
     assert logging.getLogger("echelon").level == find_log_level() == level
 
 

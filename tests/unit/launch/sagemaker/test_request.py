@@ -108,31 +108,8 @@ def test_the_request_is_valid_for_the_api(tmp_path, name):
     assert faults({**request, "RoleArn": "me"}, shape)  # the comparison can fail
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        (
-            "file_systems=[{channel: t, type: EFS, id: fs-0a1b2c3d, path: /}];subnets=[]",
-            "a file system is reached in its VPC",
-        ),
-        ("file_systems=[{channel: t, type: EFS, id: fs-x, path: /}]", "file_systems.0.id=fs-x is not the id"),
-        ("file_systems=[{channel: t, type: FSxLustre, id: fs-0a1b2c3d, path: /}]", "needs its mount name"),
-        ("file_systems=[{channel: a b, type: EFS, id: fs-0a1b2c3d, path: /}]", "file_systems.0: use 1 to 64 letters"),
-        ("file_systems=[{channel: echelon, type: EFS, id: fs-0a1b2c3d, path: /}]", "already has a channel echelon"),
-        ("patch={ProfilerConfig: {Interval: 5}}", "Unknown parameter in ProfilerConfig"),
-        ("patch={ProfilerConfig: 5}", "Invalid type for parameter ProfilerConfig"),
-    ],
-)
-def test_invalid_file_systems_and_members_are_refused(tmp_path, override, said):
-    vpc = ("launch.sagemaker.subnets=[subnet-0abc]", "launch.sagemaker.security_group_ids=[sg-0abc]")
-    changes = [f"launch.sagemaker.{each}" for each in override.split(";")]
-    if "launch.sagemaker.subnets=[]" in changes:
-        vpc, changes = (), changes[:1]
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        build_submission(make_job(tmp_path, *vpc, *changes))
-
-
 VPC = ("launch.sagemaker.subnets=[subnet-0abc]", "launch.sagemaker.security_group_ids=[sg-0abc]")
+FILES = "launch.sagemaker.file_systems=[{{channel: {}, path: /}}]"
 PRIVATE = "launch.sagemaker.image=registry.corp.example:5000/team/echelon:0.1"
 PULL = (
     "{TrainingRepositoryAccessMode: Vpc, TrainingRepositoryAuthConfig: {TrainingRepositoryCredentialsProviderArn: "
@@ -374,22 +351,15 @@ def test_an_engine_that_the_machines_cannot_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("instance", "image", "said"),
+    ("instance", "kind", "said"),
     [
-        (
-            "ml.g5.12xlarge",
-            "pytorch:2.13-cpu-amzn2023-sagemaker",
-            "an image for CPUs by its name, but ml.g5.12xlarge has",
-        ),
-        (
-            "ml.m5.xlarge",
-            "pytorch:2.13-cu133-amzn2023-sagemaker",
-            "an image for GPUs by its name, but ml.m5.xlarge has no",
-        ),
+        ("ml.g5.12xlarge", "cpu", "an image for CPUs by its name, but ml.g5.12xlarge has"),
+        ("ml.m5.xlarge", "cu133", "an image for GPUs by its name, but ml.m5.xlarge has no"),
     ],
 )
-def test_an_image_for_other_machines_is_refused(tmp_path, instance, image, said):
-    keys = (f"launch.sagemaker.instance_type={instance}", f"launch.sagemaker.image={ECR}/{image}")
+def test_an_image_for_other_machines_is_refused(tmp_path, instance, kind, said):
+    image = f"{ECR}/pytorch:2.13-{kind}-amzn2023-sagemaker"
+    keys = (f"launch.sagemaker.instance_type={instance}", f"launch.sagemaker.image={image}")
     with pytest.raises(ConfigError, match=re.escape(said)):
         build_submission(make_job(tmp_path, *keys))
     build_submission(make_job(tmp_path, *keys, "train.allow_cpu=true"))
@@ -562,6 +532,12 @@ REFUSED = {
     "launch.max_hours=24, the default": ["launch.max_hours=null", "launch.sagemaker.spot={max_wait_hours: 10}"],
     "28 days": ["launch.max_hours=700"],
     "fault.notice_seconds=300": ["fault.notice_seconds=300"],
+    "a file system is reached in its VPC": [FILES.format("t, type: EFS, id: fs-0a1b2c3d")],
+    "file_systems.0.id=fs-x is not the id": [*VPC, FILES.format("t, type: EFS, id: fs-x")],
+    "needs its mount name": [*VPC, FILES.format("t, type: FSxLustre, id: fs-0a1b2c3d")],
+    "file_systems.0: use 1 to 64 letters": [*VPC, FILES.format("a b, type: EFS, id: fs-0a1b2c3d")],
+    "file_systems.0: the job already has a channel echelon": [
+        *VPC, FILES.format("echelon, type: EFS, id: fs-0a1b2c3d")],
     "launch.sagemaker.security_group_ids is missing": ["launch.sagemaker.subnets=[subnet-1]"],
     "launch.sagemaker.subnets is missing": ["launch.sagemaker.security_group_ids=[sg-1]"],
     "'subnet 1' is not an": ["launch.sagemaker.subnets=['subnet 1']", "launch.sagemaker.security_group_ids=[sg-1]"],

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import echelon
 from echelon.cli.commands.trained_models import read_prompts
-from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
 from echelon.learn.answers.sampling import Sampling, build_processors, draw_tokens
 from echelon.learn.data.tokenizer import build_bytes_tokenizer, train_tokenizer
@@ -159,14 +158,11 @@ def test_a_string_gives_a_string_and_a_list_gives_a_list(folder):
         echelon.generate(folder, PROMPTS[0], system="x")
 
 
-def test_several_samples_have_headers_and_a_single_one_is_bare_text(folder, tmp_path, capsys, monkeypatch):
+def test_several_samples_have_headers_and_a_single_one_is_bare_text(echelon, folder, tmp_path):
     def shown(*options):
-        options = (str(folder), *options, "--max-tokens", "3", "--temperature", "0")
-        monkeypatch.setattr("sys.argv", ["echelon", "generate", *options])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-        return capsys.readouterr().out
+        code, out, _ = echelon("generate", folder, *options, "--max-tokens", "3", "--temperature", "0")
+        assert not code
+        return out
 
     first, second = texts(folder, [(long := "The café serves naïve résumés, " * 3), "a"], max_tokens=3)
     (tmp_path / "prompts.txt").write_text(f"{long}\na\n", encoding="utf-8")

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from echelon.cli.main import main
 from echelon.ground.errors import ConfigError
 from echelon.run.folder.run_folder import RunFolder
 from echelon.run.report.plain import render_text
@@ -168,9 +167,6 @@ def test_a_page_is_made_anew_and_survives_the_folder(tmp_path, monkeypatch):
         assert status == 503 and "is not a run folder" in text
 
 
-def test_a_run_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["echelon", "report", "nothing", "--web"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2 and "nothing is not a run" in capsys.readouterr().err
+def test_a_run_that_is_not_there_is_refused(echelon):
+    code, _, err = echelon("report", "nothing", "--web")
+    assert code == 2 and "nothing is not a run" in err

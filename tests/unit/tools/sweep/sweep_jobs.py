@@ -104,5 +104,14 @@ def run(
     return ending, results, lines
 
 
+def run_killed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, launcher: StubLauncher, *given: Any, **settings: Any
+) -> None:
+    """Run a sweep that its launcher kills; the next one with it is not killed, and its jobs train to their end."""
+    with pytest.raises(Killed):
+        run(here, monkeypatch, launcher, *given, **settings)
+    launcher.kill_at, launcher.holds = 10**9, False
+
+
 def values_of(results: dict[str, Any]) -> dict[int, Any]:
     return {each["trial"]: each["parameters"] for each in results["trials"]}

@@ -17,7 +17,7 @@ from echelon.tools.sweep.conduct import SweepEnding, check_sweep, plan_arrays, r
 from echelon.tools.sweep.space import Values
 from echelon.tools.sweep.trials import Trials
 from tests.unit.recipe_samples import SMALL
-from tests.unit.tools.sweep.sweep_jobs import GRID, RANDOM, Killed, StubLauncher, run, values_of
+from tests.unit.tools.sweep.sweep_jobs import GRID, RANDOM, StubLauncher, run, run_killed, values_of
 
 ALL = [f"{number:03d}" for number in range(6)]
 
@@ -101,9 +101,7 @@ def test_a_sweep_as_one_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_killed_sweep_adopts_its_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(4)
-    with pytest.raises(Killed):
-        run(here, monkeypatch, launcher)
-    launcher.kill_at = 10**9
+    run_killed(here, monkeypatch, launcher)
     ending, results, _ = run(here, monkeypatch, launcher)
     assert ending == SweepEnding("done") and len(results["trials"]) == 6
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ALL
@@ -111,9 +109,7 @@ def test_a_killed_sweep_adopts_its_array(here: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_rest_of_an_array_is_another_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(1, holds=True)
-    with pytest.raises(Killed):
-        run(here, monkeypatch, launcher)
-    launcher.kill_at, launcher.holds = 10**9, False
+    run_killed(here, monkeypatch, launcher)
     launcher.states = {name: JobStatus("stopped", exit_code=3) for name in ALL}
     launcher.states["001"] = JobStatus("done", exit_code=0)
     ending, _, _ = run(here, monkeypatch, launcher)
@@ -125,9 +121,8 @@ def test_the_rest_of_an_array_is_another_array(here: Path, monkeypatch: pytest.M
 
 def test_restarts_wait_for_free_slots_of_an_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(1, holds=True)
-    with pytest.raises(Killed):
-        run(here, monkeypatch, launcher)
-    launcher.kill_at, launcher.holds, launcher.submitted = 10**9, False, []
+    run_killed(here, monkeypatch, launcher)
+    launcher.submitted = []
     lost = JobStatus("failed", "killed before it wrote its exit code")
     launcher.states |= {"000": lost, "003": lost, "005": lost}
     under_way: list[tuple[str, int]] = []

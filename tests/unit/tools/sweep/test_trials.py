@@ -15,7 +15,7 @@ from echelon.tools.sweep.conduct import StopWord, SweepEnding, check_sweep
 from echelon.tools.sweep.trials import find_share, share_machine
 from tests.cases import slow
 from tests.unit.recipe_samples import SMALL
-from tests.unit.tools.sweep.sweep_jobs import EVERY, RANDOM, Killed, StubLauncher, loss_of, run, values_of
+from tests.unit.tools.sweep.sweep_jobs import EVERY, RANDOM, StubLauncher, loss_of, run, run_killed, values_of
 
 
 @pytest.fixture
@@ -48,9 +48,7 @@ def test_a_sweep_to_its_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kill_at", [1, 4])
 def test_a_killed_sweep_adopts_its_jobs(here: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int) -> None:
     launcher = StubLauncher(kill_at)
-    with pytest.raises(Killed):
-        run(here, monkeypatch, launcher)
-    launcher.kill_at = 10**9
+    run_killed(here, monkeypatch, launcher)
     ending, results, _ = run(here, monkeypatch, launcher)
     assert ending == SweepEnding("done") and len(results["trials"]) == 6
     assert sorted(launcher.submitted) == [f"{number:03d}" for number in range(6)]
@@ -59,9 +57,7 @@ def test_a_killed_sweep_adopts_its_jobs(here: Path, monkeypatch: pytest.MonkeyPa
 def test_jobs_killed_with_their_sweep_resume_with_their_values(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = values_of(run(here, monkeypatch, StubLauncher(), RANDOM, sampler="random", trials=4, name="whole")[1])
     launcher = StubLauncher(2, holds=True)
-    with pytest.raises(Killed):
-        run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=4)
-    launcher.kill_at, launcher.holds = 10**9, False
+    run_killed(here, monkeypatch, launcher, RANDOM, sampler="random", trials=4)
     launcher.states = dict.fromkeys(launcher.states, JobStatus("failed", "killed before it wrote its exit code"))
     _, results, _ = run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=4)
     assert sorted(launcher.submitted) == ["000", "000", "001", "001", "002", "003"]
@@ -186,9 +182,7 @@ def test_every_sampler_resumes_after_a_kill(here: Path, monkeypatch: pytest.Monk
     settings = {"sampler": sampler, "trials": 12, "parallel": 1}
     expected = values_of(run(here, monkeypatch, StubLauncher(), search, name="whole", **settings)[1])
     launcher = StubLauncher(6)
-    with pytest.raises(Killed):
-        run(here, monkeypatch, launcher, search, **settings)
-    launcher.kill_at = 10**9
+    run_killed(here, monkeypatch, launcher, search, **settings)
     _, results, _ = run(here, monkeypatch, launcher, search, **settings)
     assert values_of(results) == expected
     assert len({str(values) for values in expected.values()}) == 12
