@@ -92,16 +92,16 @@ def count_test_lines() -> int:
 
 # What is counted, the limit, and how far below it the count may be.
 COUNTS: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: count_files(ECHELON), 497, 0),
-    "lines": (lambda: count_lines(ECHELON), 95_775, 250),
-    "raises with a text": (lambda: count_raises(ECHELON), 1_331, 5),
+    "files": (lambda: count_files(ECHELON), 481, 0),
+    "lines": (lambda: count_lines(ECHELON), 95_967, 250),
+    "raises with a text": (lambda: count_raises(ECHELON), 1_325, 5),
     "vague names of variables": (lambda: count_vague_names(ECHELON), 117, 0),
     "class names of several modules": (lambda: len(find_doubled_classes(ECHELON)), 0, 0),
     "functions with more than 8 arguments": (lambda: len(find_wide_functions(ECHELON)), 19, 0),
     "arrows in the planner": (lambda: count_arrows(ECHELON, "echelon.planner"), 110, 0),
     "recipe keys": (lambda: count_keys(Recipe), 290, 0),
     "commands": (lambda: count_commands(get_command(app)), 21, 0),
-    "lines of tests": (count_test_lines, 82_670, 500),
+    "lines of tests": (count_test_lines, 82_650, 500),
 }
 
 

@@ -211,7 +211,8 @@ def _hide_if(is_secret: Callable[[re.Match[str]], bool], match: re.Match[str]) -
 def _is_assigned(match: re.Match[str]) -> bool:
     """Whether `NAME=VALUE` is a secret; with a colon, only if the text is clearly not prose."""
     name, value, between = match["name"], match["secret"].rstrip(",.:)]}"), match["between"]
-    is_mapped = between == "=" or match["secret"][0] in "\"'" or _is_in_braces(match) or _is_header(match)
+    is_header = _HEADER_OPTION.search(match.string, max(0, match.start() - 12), match.start()) is not None
+    is_mapped = between == "=" or match["secret"][0] in "\"'" or _is_in_braces(match) or is_header
     return (is_mapped and _is_telling(name, value)) or _is_suspect(name, value)
 
 
@@ -219,14 +220,6 @@ def _is_in_braces(match: re.Match[str]) -> bool:
     text, start = match.string, match.start()
     near = max(0, start - _NEAR)
     return text.rfind("{", near, start) > text.rfind("}", near, start)
-
-
-def _is_header(match: re.Match[str]) -> bool:
-    return _HEADER_OPTION.search(match.string, max(0, match.start() - 12), match.start()) is not None
-
-
-def _is_option(match: re.Match[str]) -> bool:
-    return len(_unquote(match["secret"])) >= 6 and _is_telling(match["name"], match["secret"])
 
 
 def _is_given(match: re.Match[str]) -> bool:
@@ -246,7 +239,7 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], bool]], ...] = (
     (re.compile(rf"(?i)\bauthorization\b[\"']?\s*[:=]\s*[\"']?{_SCHEME}\s+(?P<secret>[^\s\"',;]+)"), _is_given),
     (re.compile(r"(?i)\bbearer\s+(?P<secret>[\w.~+/=-]{16,})"), _is_random),
     (_ASSIGNED, _is_assigned),
-    (_OPTION, _is_option),
+    (_OPTION, lambda match: len(_unquote(match["secret"])) >= 6 and _is_telling(match["name"], match["secret"])),
     (_FOLLOWING, lambda match: _is_suspect(match["name"], match["secret"])),
     # Commands with a positional secret or a special option.
     (re.compile(r"\bwandb[. ]login\b[^\n]{0,60}?(?<![0-9a-f])(?P<secret>[0-9a-f]{40})(?![0-9a-f])"), _is_given),

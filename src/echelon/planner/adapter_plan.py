@@ -128,9 +128,8 @@ def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: Mo
 def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
     """The number of vocabulary tables that are not trained in full: each gets separate rows for new tokens."""
     frozen = sum(table.isdisjoint(saved) for table in TABLES)
-    if shape.num_tables == 1:  # one weight, trained in full if either name is saved
-        return int(frozen == len(TABLES))
-    return frozen
+    # Of one weight for both: it is trained in full if either name is saved.
+    return int(frozen == len(TABLES)) if shape.num_tables == 1 else frozen
 
 
 def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:

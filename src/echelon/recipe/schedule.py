@@ -115,11 +115,6 @@ def _polynomial(config: OptimConfig, course: _Course) -> _Fall:
     return lambda place: floor + (1.0 - floor) * (1.0 - progress(place)) ** power
 
 
-def _constant(config: OptimConfig, course: _Course) -> _Fall:
-    """The peak, until the end."""
-    return lambda place: 1.0
-
-
 def _inverse_sqrt(config: OptimConfig, course: _Course) -> _Fall:
     """sqrt(warm-up / position), at least the minimum (Vaswani et al. 2017, section 5.3)."""
     floor = config.min_learning_rate_fraction
@@ -143,7 +138,7 @@ def _wsd(config: OptimConfig, course: _Course) -> _Fall:
 _FALLS: dict[str, Callable[[OptimConfig, _Course], _Fall]] = {
     "cosine": _cosine,
     "linear": _polynomial,
-    "constant": _constant,
+    "constant": lambda config, course: lambda place: 1.0,
     "inverse_sqrt": _inverse_sqrt,
     "polynomial": _polynomial,
     "wsd": _wsd,

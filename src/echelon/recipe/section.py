@@ -138,10 +138,6 @@ def name_or_mapping(value: Any) -> str:
     return "mapping" if isinstance(value, dict | Section) else "name"
 
 
-def _integer_when_whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 MAX_NAME = 200
 """The longest name of a run or a sweep: file systems allow 255 bytes, and echelon appends a time or a number."""
 
@@ -201,7 +197,9 @@ def _count_of_text(value: Any) -> Any:
 
 
 # By default pydantic converts "5" to 5 and true to 1. Here, the only conversion is of a whole float such as 2e9.
-_FromWholeFloat = BeforeValidator(_integer_when_whole)
+_FromWholeFloat = BeforeValidator(
+    lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
+)
 
 
 def _is_a_path(value: PathOrText) -> PathOrText:

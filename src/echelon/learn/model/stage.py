@@ -222,7 +222,7 @@ def _observe_ends(model: PreTrainedModel) -> Ends:
     """Run a forward pass and note which modules with weights run before the first layer and after the last one."""
     layers = find_layers(model)
     path = next(name for name, module in model.named_modules() if module is layers)
-    outside = [name for name, module, inside in weight_groups(model) if not inside and _has_weights(module)]
+    outside = [name for name, module, inside in weight_groups(model) if not inside and list(module.parameters(False))]
     if any(not name or f"{path}.".startswith(f"{name}.") for name in outside):
         raise ValueError("a weight belongs to no module outside the layers")
     calls = _record_calls(model, [*outside, *(f"{path}.{index}" for index in range(len(layers)))])
@@ -246,10 +246,6 @@ def _record_calls(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
         for hook in hooks:
             hook.remove()
     return calls
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 @torch.no_grad()

@@ -42,7 +42,9 @@ class Feedback(Reducer):
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """`trained`: the tensors that will be summed over `group`, by name."""
         self._group, self._rank = group, dist.get_rank(group)
-        self._residuals = {name: _zeros_like(tensor) for name, tensor in trained.items()}
+        self._residuals = {
+            name: torch.zeros(like.shape, dtype=torch.float32, device=like.device) for name, like in trained.items()
+        }
         self._updates: dict[int, tuple[Tensor, Tensor]] = {}
 
     def correct(self, name: str, tensor: Tensor) -> Tensor:
@@ -66,10 +68,6 @@ class Feedback(Reducer):
     @override
     def tensors(self) -> dict[str, Tensor]:
         return {rank_name(self._rank, f"residual.{name}"): tensor for name, tensor in self._residuals.items()}
-
-
-def _zeros_like(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
 
 
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:

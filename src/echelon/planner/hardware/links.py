@@ -58,12 +58,10 @@ class Links:
     def describe(self) -> str:
         """One line for the user."""
         words = " (the usual ones of this device, since none were given)" if self.assumed else ""
-        inside, between = (_render(link) for link in (self.inside, self.between))
+        inside, between = (
+            f"{link.name} with {link.bandwidth / 1e9:.3g} GB/s per device" for link in (self.inside, self.between)
+        )
         return f"links: {inside} inside a machine, {between} between machines{words}"
-
-
-def _render(link: Link) -> str:
-    return f"{link.name} with {link.bandwidth / 1e9:.3g} GB/s per device"
 
 
 def _link(name: str, gigabytes_per_s: float, microseconds: float, source: str) -> Link:
