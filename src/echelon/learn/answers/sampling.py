@@ -129,9 +129,8 @@ def _log_uniform(keys: Tensor, entries: Tensor) -> Tensor:
 
 
 def _row_keys(seeds: Tensor, numbers: Tensor) -> Tensor:
-    words = seeds[:, None].view(torch.int32)
     key = torch.arange(1, 4, dtype=torch.int32, device=seeds.device)
-    for word in (words[:, :1], words[:, 1:], numbers[:, None].int()):
+    for word in (*torch.split(seeds[:, None].view(torch.int32), 1, dim=1), numbers[:, None].int()):
         key = mix_bits(key + word)
     return key
 
@@ -217,9 +216,10 @@ def continue_prompts(
     waiting = deque(sorted(rows, key=lambda row: -len(row.prompt)))
     batch = _start(passes, waiting, sampling, device, width, max_num_seqs or len(rows))
     process = build_processors(sampling)
+    num_passes = 1 if batch.is_whole or sampling.repetition_penalty != 1.0 else _spread(sampling, device, every)
     while True:
         drawn = []
-        for _ in range(1 if batch.is_whole or sampling.repetition_penalty != 1.0 else _spread(sampling, device, every)):
+        for _ in range(num_passes):
             read, logits = batch.run(waiting)
             if read:
                 drawn.append((read, _extend(read, batch.state[-len(read) :], logits, sampling, process, peers)))
